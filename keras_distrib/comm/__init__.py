@@ -1,0 +1,1 @@
+"""Reductions, gathers and collectives over replicas."""

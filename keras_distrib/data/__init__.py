@@ -1,0 +1,1 @@
+"""Splitting batches over replicas, and distributed datasets."""

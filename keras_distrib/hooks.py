@@ -1,0 +1,49 @@
+"""What the package does in Keras' places: the hooks that `keras_seam` puts in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from keras_distrib import context, keras_seam
+from keras_distrib.replicas.random_streams import fold_replica_into
+from keras_distrib.replicas.state import current_state
+from keras_distrib.training import losses, optimizer
+from keras_distrib.training.trainer import DistributedTrainer, compile_model
+from keras_distrib.variables import new_variable
+
+
+def install() -> None:
+    """Puts the hooks into Keras, once."""
+    keras_seam.install(
+        keras_seam.Hooks(
+            new_variable=new_variable,
+            trainer=DistributedTrainer,
+            compile=compile_model,
+            apply=optimizer.apply,
+            maybe_build=_maybe_build,
+            reduce_loss=losses.reduce_weighted_values,
+            unscale_loss=losses.unscale_loss,
+            loss_call=losses.call_loss,
+            layer_losses=_layer_losses,
+            fold_seed=fold_replica_into,
+            outside_strategies=context.outside_strategies,
+        )
+    )
+
+
+def _layer_losses(layer: Any) -> list[Any] | None:
+    state = current_state()
+    return None if state is None else state.layer_losses(layer)
+
+
+def _maybe_build(layer: Any, build: Callable[[], None]) -> None:
+    """Builds a layer once for all replicas, in cross-replica context."""
+    replica = context.running_replica()
+    if replica is None or replica.state is None:
+        build()
+        return
+    replica.wait_for_lower()
+    if not layer.built:
+        with context.entered(context.Frame(replica.strategy, None)), keras_seam.without_stateless_scope():
+            build()

@@ -1,0 +1,388 @@
+"""The one module that imports `keras.src` or patches Keras.
+
+Everything else in the package takes Keras' internals from here, so that a new
+Keras release is met in one place. `install` puts the hooks in, once per
+process, and they stay: several of them cannot be taken out again without
+breaking Keras. Outside of a strategy's scope and of its models every hook hands
+straight through to Keras' own code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+HOW_TO_SET_BACKEND = (
+    'Set the environment variable KERAS_BACKEND=torch (or `os.environ["KERAS_BACKEND"] = "torch"`) '
+    "before the first import of keras or keras_distrib."
+)
+
+try:
+    import keras
+except ImportError as error:
+    raise ImportError(
+        f"keras_distrib needs Keras 3 on the PyTorch backend, and importing keras failed: {error}. "
+        + HOW_TO_SET_BACKEND
+    ) from error
+
+if keras.backend.backend() != "torch":
+    raise ImportError(
+        f"keras_distrib needs Keras on the PyTorch backend. Received: backend={keras.backend.backend()!r}. "
+        + HOW_TO_SET_BACKEND
+    )
+
+from keras.src import backend as _backend  # noqa: E402
+from keras.src.backend.common import global_state as _global_state  # noqa: E402
+from keras.src.backend.common.stateless_scope import get_stateless_scope  # noqa: E402
+from keras.src.backend.torch import trainer as _torch_trainer  # noqa: E402
+from keras.src.layers.layer import Layer as _Layer  # noqa: E402
+from keras.src.losses import loss as _loss_module  # noqa: E402
+from keras.src.losses.losses import LossFunctionWrapper as _LossFunctionWrapper  # noqa: E402
+from keras.src.models import model as _model_module  # noqa: E402
+from keras.src.optimizers.base_optimizer import BaseOptimizer  # noqa: E402
+from keras.src.random import seed_generator as _seed_module  # noqa: E402
+from keras.src.trainers import trainer as _base_trainer  # noqa: E402
+from keras.src.trainers.data_adapters.data_adapter_utils import (  # noqa: E402
+    class_weight_to_sample_weights,
+    unpack_x_y_sample_weight,
+)
+from keras.src.utils import io_utils as _io_utils  # noqa: E402
+
+try:  # Keras 3.16 moved the backend's tensor functions
+    from keras.src.backend.torch.ops import core as _torch_core
+except ImportError:
+    from keras.src.backend.torch import core as _torch_core
+
+__all__ = [
+    "BaseOptimizer",
+    "BaseTrainer",
+    "Hooks",
+    "StatelessScope",
+    "Trainer",
+    "Variable",
+    "class_weight_to_sample_weights",
+    "convert_to_tensor",
+    "device",
+    "get_device",
+    "get_stateless_scope",
+    "install",
+    "name_scope",
+    "unpack_x_y_sample_weight",
+]
+
+Variable = keras.Variable
+StatelessScope = keras.StatelessScope
+device = keras.device
+name_scope = keras.name_scope
+convert_to_tensor = _torch_core.convert_to_tensor
+get_device = _torch_core.get_device
+Trainer = getattr(_torch_trainer, "TorchTrainer", None) or _torch_trainer.Trainer  # renamed in Keras 3.16
+BaseTrainer = getattr(_base_trainer, "BaseTrainer", None) or _base_trainer.Trainer  # renamed in Keras 3.16
+
+original_reduce_weighted_values = _loss_module.reduce_weighted_values
+apply_mask = _loss_module.apply_mask
+squeeze_or_expand_to_same_rank = _loss_module.squeeze_or_expand_to_same_rank
+
+# Keras' state of one thread that must not reach a replica's thread: each replica
+# has its own of these, or none.
+_PER_REPLICA_ATTRIBUTES = (
+    "stateless_scope",
+    "symbolic_scope",
+    "current_call_ctx",
+    "uninitialized_variables",
+    _seed_module.GLOBAL_SEED_GENERATOR,
+)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What `install` asks of the package; each is called in Keras' place.
+
+    Attributes:
+        new_variable: `(cls, args, kwargs)` to the object that `cls(...)` makes,
+            or None for Keras' own.
+        trainer: trainer class to put in front of Keras' own.
+        compile: `(model, original, kwargs)` in place of `Trainer.compile`.
+        apply: `(optimizer, original, grads, variables)` in place of `apply`.
+        maybe_build: `(layer, original)` in place of building an unbuilt layer.
+        reduce_loss: `(values, sample_weight, mask, reduction, dtype)` in place of
+            `reduce_weighted_values`.
+        unscale_loss: `(value)` in place of `unscale_loss_for_distribution`.
+        loss_call: `(loss, original)` around a `Loss` object's call.
+        layer_losses: the list that holds a layer's `add_loss` values in the
+            calling replica, or None outside of one.
+        fold_seed: `(seed)` to this replica's own seed.
+        outside_strategies: context manager in which variables are Keras' own.
+    """
+
+    new_variable: Callable[[type, tuple[Any, ...], dict[str, Any]], Any | None]
+    trainer: type
+    compile: Callable[[Any, Callable[..., None], dict[str, Any]], None]
+    apply: Callable[[Any, Callable[..., Any], Any, Any], Any]
+    maybe_build: Callable[[Any, Callable[[], None]], None]
+    reduce_loss: Callable[..., Any]
+    unscale_loss: Callable[[Any], Any]
+    loss_call: Callable[[Any, Callable[[], Any]], Any]
+    layer_losses: Callable[[Any], list[Any] | None]
+    fold_seed: Callable[[Any], Any]
+    outside_strategies: Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+_installed = False
+_install_lock = threading.Lock()
+
+
+def install(hooks: Hooks) -> None:
+    """Puts the hooks into Keras; a second call does nothing."""
+    global _installed
+    with _install_lock:
+        if _installed:
+            return
+        _install_variables(hooks)
+        _install_trainer(hooks)
+        _install_optimizers(hooks)
+        _install_layers(hooks)
+        _install_losses(hooks)
+        _install_seeds(hooks)
+        _installed = True
+
+
+def _install_variables(hooks: Hooks) -> None:
+    # Layers, optimizers, metrics and seed generators all create their state through
+    # `backend.Variable(...)`, and `__new__` is the one point that they all pass.
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        made = hooks.new_variable(cls, args, kwargs)
+        return object.__new__(cls) if made is None else made
+
+    _backend.Variable.__new__ = staticmethod(new)
+
+
+def _install_trainer(hooks: Hooks) -> None:
+    # In front of Keras' trainer, behind the user's class: a user's `train_step` still wins.
+    model = _model_module.Model
+    model.__bases__ = (hooks.trainer, *model.__bases__)
+    # `Model.__init__` calls the trainer's `__init__` by this name.
+    _model_module.Trainer = hooks.trainer
+
+    # `compile_from_config` compares a model's `compile` with this one to see whether the
+    # user overrode it, so it is replaced in place, not overridden in a subclass.
+    original = BaseTrainer.compile
+
+    @functools.wraps(original)
+    def compile(self: Any, *args: Any, **kwargs: Any) -> None:
+        hooks.compile(self, functools.partial(original, self, *args), kwargs)
+
+    BaseTrainer.compile = compile
+
+
+def _install_optimizers(hooks: Hooks) -> None:
+    # Gradients are summed at the outermost `apply`: under `LossScaleOptimizer` the inner
+    # one would come after a look at one replica's own gradients. So each class's own
+    # `apply` is wrapped, those of classes still to be defined included.
+    def wrap(cls: type) -> None:
+        original = cls.__dict__.get("apply")
+        if original is None or getattr(original, "_keras_distrib", False):
+            return
+
+        @functools.wraps(original)
+        def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+            return hooks.apply(self, functools.partial(original, self), grads, trainable_variables)
+
+        apply._keras_distrib = True  # type: ignore[attr-defined]
+        cls.apply = apply  # type: ignore[attr-defined]
+
+    def wrap_tree(cls: type) -> None:
+        wrap(cls)
+        for subclass in cls.__subclasses__():
+            wrap_tree(subclass)
+
+    def init_subclass(cls: type, **kwargs: Any) -> None:
+        super(BaseOptimizer, cls).__init_subclass__(**kwargs)
+        wrap(cls)
+
+    BaseOptimizer.__init_subclass__ = classmethod(init_subclass)
+    wrap_tree(BaseOptimizer)
+
+
+def _install_layers(hooks: Hooks) -> None:
+    # Replica threads share layer objects. Keras keeps the identities of `add_loss` values
+    # on the layer, so one replica's call would clear the others' losses.
+    original_add_loss = _Layer.add_loss
+    original_get_own_losses = _Layer._get_own_losses
+    original_clear_losses = _Layer._clear_losses
+    original_maybe_build = _Layer._maybe_build
+
+    @functools.wraps(original_add_loss)
+    def add_loss(self: Any, loss: Any) -> None:
+        own = hooks.layer_losses(self)
+        if own is None:
+            original_add_loss(self, loss)
+        else:
+            own.extend(keras.tree.flatten(loss))
+
+    def get_own_losses(self: Any) -> list[Any]:
+        own = hooks.layer_losses(self)
+        return original_get_own_losses(self) if own is None else own[:]
+
+    def clear_losses(self: Any) -> None:
+        own = hooks.layer_losses(self)
+        if own is None:
+            original_clear_losses(self)
+        else:
+            own.clear()
+            for layer in self._layers:
+                layer._clear_losses()
+
+    # Two replica threads in one layer's first call would each build it.
+    def maybe_build(self: Any, call_spec: Any) -> None:
+        if not self.built:
+            hooks.maybe_build(self, functools.partial(original_maybe_build, self, call_spec))
+
+    _Layer.add_loss = add_loss
+    _Layer._get_own_losses = get_own_losses
+    _Layer._clear_losses = clear_losses
+    _Layer._maybe_build = maybe_build
+
+
+def _install_losses(hooks: Hooks) -> None:
+    # A replica sees only its rows; the mean's denominator is the global batch's.
+    original_call = _loss_module.Loss.__call__
+
+    @functools.wraps(original_reduce_weighted_values)
+    def reduce_weighted_values(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        return hooks.reduce_loss(values, sample_weight, mask, reduction, dtype)
+
+    @functools.wraps(original_call)
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        return hooks.loss_call(self, functools.partial(original_call, self, y_true, y_pred, sample_weight))
+
+    _loss_module.reduce_weighted_values = reduce_weighted_values
+    _loss_module.Loss.__call__ = call
+    # Called for the logged loss of each output, where the global value is wanted.
+    _loss_module.unscale_loss_for_distribution = hooks.unscale_loss
+
+
+def _install_seeds(hooks: Hooks) -> None:
+    # Seed generators hold equal state on every replica; their draws must differ.
+    original_next = _seed_module.SeedGenerator.next
+
+    @functools.wraps(original_next)
+    def next_seed(self: Any, ordered: bool = True) -> Any:
+        return hooks.fold_seed(original_next(self, ordered))
+
+    # The thread's own generator outlives every strategy: its state is a plain variable.
+    original_global = _seed_module.global_seed_generator
+
+    @functools.wraps(original_global)
+    def global_seed_generator() -> Any:
+        with hooks.outside_strategies():
+            return original_global()
+
+    _seed_module.SeedGenerator.next = next_seed
+    _seed_module.global_seed_generator = global_seed_generator
+
+
+def is_builtin_loss(loss: Any) -> bool:
+    """Whether a loss is Keras' own, whose values have one row per batch row."""
+    if not type(loss).__module__.startswith("keras.src.losses"):
+        return False
+    return not isinstance(loss, _LossFunctionWrapper) or loss.fn.__module__.startswith("keras.src.losses")
+
+
+def thread_state() -> dict[str, Any]:
+    """A copy of the calling thread's Keras state, to be entered by another thread."""
+    state = dict(_global_state.GLOBAL_STATE_TRACKER.__dict__)
+    for name in _PER_REPLICA_ATTRIBUTES:
+        state.pop(name, None)
+    return state
+
+
+@contextlib.contextmanager
+def entered_thread_state(state: dict[str, Any], device_name: str | None = None, seeds: Any = None) -> Iterator[None]:
+    """Makes `state` the calling thread's Keras state for a while.
+
+    Args:
+        state: what `thread_state` returned, in whichever thread.
+        device_name: Keras device of the thread meanwhile; None keeps the state's.
+        seeds: what stands in for the thread's global seed generator; None keeps
+            the thread's own, and one that is made meanwhile stays.
+    """
+    own = _global_state.GLOBAL_STATE_TRACKER.__dict__
+    saved = dict(own)
+    own.clear()
+    own.update({name: value.copy() if isinstance(value, list) else value for name, value in state.items()})
+    if device_name is not None:
+        own["torch_device"] = device_name
+    own[_seed_module.GLOBAL_SEED_GENERATOR] = saved.get(_seed_module.GLOBAL_SEED_GENERATOR) if seeds is None else seeds
+    try:
+        yield
+    finally:
+        own = _global_state.GLOBAL_STATE_TRACKER.__dict__
+        if seeds is None:
+            saved[_seed_module.GLOBAL_SEED_GENERATOR] = own.get(_seed_module.GLOBAL_SEED_GENERATOR)
+        own.clear()
+        own.update(saved)
+
+
+@contextlib.contextmanager
+def without_stateless_scope() -> Iterator[None]:
+    """Leaves the calling thread's stateless scope for a while."""
+    scope = get_stateless_scope()
+    _global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        _global_state.set_global_attribute("stateless_scope", scope)
+
+
+@contextlib.contextmanager
+def without_replica_scope() -> Iterator[None]:
+    """Leaves a replica's state for a while, but no other stateless scope.
+
+    Keras defers the creation of variables in a stateless scope to its end; a
+    replica's state has no such end.
+    """
+    scope = get_stateless_scope()
+    leave = scope is not None and getattr(scope, "is_replica_state", False)
+    with without_stateless_scope() if leave else contextlib.nullcontext():
+        yield
+
+
+def is_symbolic() -> bool:
+    """Whether the calling thread only infers shapes."""
+    return get_device() == "meta"
+
+
+def to_numpy(tensor: Any) -> Any:
+    """A tensor as a NumPy array, from any device and dtype."""
+    return _torch_core.convert_to_numpy(tensor)
+
+
+def existing_seed_generator() -> Any | None:
+    """The calling thread's generator for unseeded random ops, if it has one."""
+    return _global_state.get_global_attribute(_seed_module.GLOBAL_SEED_GENERATOR)
+
+
+def new_seed_generator() -> Any:
+    """A generator for unseeded random ops."""
+    return _seed_module.SeedGenerator()
+
+
+def keep_seed_generator(generator: Any) -> None:
+    """Makes it the calling thread's generator for unseeded random ops."""
+    _global_state.set_global_attribute(_seed_module.GLOBAL_SEED_GENERATOR, generator)
+
+
+def print_message(message: str) -> None:
+    """Prints as Keras' progress bar does (to stdout or to the log)."""
+    _io_utils.print_msg(message)

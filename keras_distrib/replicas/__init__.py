@@ -1,0 +1,1 @@
+"""Running one function on N replicas: threads, meetings, and each replica's state."""

@@ -1,0 +1,233 @@
+"""Runs one function on a strategy's local replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keras_distrib import context, keras_seam
+from keras_distrib.replicas.meeting import LOG_INTERVAL_S, Meeting, Stopped
+from keras_distrib.replicas.random_streams import ReplicaSeeds, RunSeeds
+from keras_distrib.replicas.replica_context import ReplicaContext
+from keras_distrib.replicas.state import ReplicaState
+from keras_distrib.values import regroup, row_counts, select
+
+if TYPE_CHECKING:
+    from keras_distrib.strategy import Strategy
+
+logger = logging.getLogger("keras_distrib")
+
+Outcome = tuple[int, Any, BaseException | None]
+
+
+class CallerState:
+    """What replicas take over from the thread that called `run`.
+
+    Keras' and torch's settings are those of one thread; a replica's thread
+    enters the caller's, with its own device, state and random stream.
+    """
+
+    def __init__(self) -> None:
+        self.keras = keras_seam.thread_state()
+        self.seeds = RunSeeds()
+        self.variables = contextvars.copy_context()
+        self.grad_enabled = torch.is_grad_enabled()
+        self.autocast = {kind: _autocast_of(kind) for kind in ("cpu", "cuda")}
+        self.threads = torch.get_num_threads()
+        self.creations: dict[int, dict[Any, list[Any]]] = {}
+
+    @contextlib.contextmanager
+    def entered(self, replica: ReplicaContext, state: ReplicaState, seeds: Any) -> Iterator[None]:
+        """Makes the calling thread this replica's."""
+        with (
+            context.entered(context.Frame(replica.strategy, replica)),
+            keras_seam.entered_thread_state(self.keras, str(state.device.torch_device), seeds),
+            _on_device(state.device.torch_device),
+            torch.set_grad_enabled(self.grad_enabled),
+            self._autocast(),
+            # Backward then runs in the replica's own thread on GPUs too: a collective's
+            # gradient waits for the other replicas, which may share the GPU's one thread.
+            torch.autograd.set_multithreading_enabled(False),
+            state,
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def cross_replica(self, strategy: Strategy) -> Iterator[None]:
+        """Makes a replica's thread, the last at a meeting, act for all."""
+        with (
+            context.entered(context.Frame(strategy, None)),
+            keras_seam.entered_thread_state(self.keras, seeds=self.seeds),
+            torch.set_grad_enabled(self.grad_enabled),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _autocast(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in self.autocast.items():
+                if dtype is not None:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
+
+
+def _autocast_of(kind: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls `fn` on every local replica that has rows, and regroups the results.
+
+    Raises:
+        BaseException: what a replica raised, with the replica's number in a note.
+    """
+    rows = row_counts((list(args), kwargs))
+    count = strategy.num_local_replicas
+    active = [index for index in range(count) if rows is None or rows[index] > 0]
+    if not active:
+        return None
+    caller = CallerState()
+    meeting = Meeting(active)
+    jobs = {}
+    for index in active:
+        state = ReplicaState(
+            index=index,
+            replica_id=strategy.replica_id(index),
+            device=strategy.devices[index],
+            num_active=len(active),
+            rows=None if rows is None else rows[index],
+            global_rows=None if rows is None else sum(rows),
+        )
+        replica = ReplicaContext(strategy, state.replica_id)
+        replica.bind(state, meeting, caller)
+        call = _Call(fn, select(index, tuple(args)), select(index, kwargs))
+        jobs[index] = (replica, state, call)
+    if count == 1:
+        replica, state, call = jobs[0]
+        with caller.entered(replica, state, seeds=None):
+            return call()
+    results = _run_in_threads(strategy, caller, meeting, jobs)
+    caller.seeds.keep()
+    return regroup(results, active, count, rows)
+
+
+class _Call:
+    """A function with one replica's arguments."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._fn, self._args, self._kwargs = fn, args, kwargs
+
+    def __call__(self) -> Any:
+        return self._fn(*self._args, **self._kwargs)
+
+
+def _run_in_threads(strategy: Strategy, caller: CallerState, meeting: Meeting, jobs: dict[int, Any]) -> list[Any]:
+    outbox: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    threads = max(1, caller.threads // len(jobs))
+    pool = strategy.pools.take()
+    try:
+        for index, (replica, state, call) in jobs.items():
+            pool.submit(index, _job(caller, meeting, outbox, replica, state, call, threads))
+        # Replica threads set their own share of the cores; torch also keeps a
+        # process-wide default for new threads, which stays the caller's.
+        outcomes = _collect(outbox, meeting, list(jobs))
+        if torch.get_num_threads() != caller.threads:
+            torch.set_num_threads(caller.threads)
+    except BaseException:
+        pool.close()  # a thread may still be busy: do not lend it out again
+        raise
+    strategy.pools.give_back(pool)
+    _raise_first(strategy, meeting, outcomes)
+    return [outcomes[index][1] for index in jobs]
+
+
+def _job(
+    caller: CallerState,
+    meeting: Meeting,
+    outbox: queue.SimpleQueue[Outcome],
+    replica: ReplicaContext,
+    state: ReplicaState,
+    call: _Call,
+    threads: int,
+) -> Callable[[], None]:
+    variables = caller.variables.copy()
+
+    def job() -> None:
+        result, error = None, None
+        try:
+            if _intra_op_threads.count != threads:
+                torch.set_num_threads(threads)
+                _intra_op_threads.count = threads
+            with caller.entered(replica, state, ReplicaSeeds(caller.seeds, state.replica_id)):
+                result = variables.run(call)
+        except BaseException as raised:  # noqa: BLE001 - handed to the caller, whatever it is
+            error = raised
+            meeting.stop(raised)
+        meeting.leave(state.index)
+        outbox.put((state.index, result, error))
+
+    return job
+
+
+class _IntraOpThreads(threading.local):
+    count = 0
+
+
+_intra_op_threads = _IntraOpThreads()
+
+
+def _collect(outbox: queue.SimpleQueue[Outcome], meeting: Meeting, running: list[int]) -> dict[int, Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    interrupted: BaseException | None = None
+    while len(outcomes) < len(running):
+        try:
+            outcome = outbox.get(timeout=LOG_INTERVAL_S)
+            outcomes[outcome[0]] = outcome
+        except queue.Empty:
+            missing = [index for index in running if index not in outcomes]
+            logger.info("`Strategy.run` is waiting for replica(s) %s", missing)
+        except BaseException as error:  # Ctrl-C in the calling thread
+            if interrupted is not None:
+                raise
+            interrupted = error
+            meeting.stop(error)
+    if interrupted is not None:
+        raise interrupted
+    return outcomes
+
+
+def _raise_first(strategy: Strategy, meeting: Meeting, outcomes: dict[int, Outcome]) -> None:
+    raised = [(index, error) for index, _, error in sorted(outcomes.values(), key=lambda outcome: outcome[0]) if error]
+    if not raised:
+        return
+    for index, error in raised:
+        if not isinstance(error, Stopped):
+            error.add_note(
+                f"Raised in replica {strategy.replica_id(index)} of {strategy.num_replicas_in_sync} "
+                f"({strategy.devices[index]})."
+            )
+            raise error
+    assert meeting.error is not None  # noqa: S101 - a replica only stops for an error
+    raise meeting.error
+
+
+def creation_key() -> tuple[Any, ...]:
+    """Where in a replica's function the calling code is: the frames up to `run`."""
+    frame = sys._getframe(1)
+    key = []
+    while frame is not None and frame.f_code is not _Call.__call__.__code__:
+        key.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(key)

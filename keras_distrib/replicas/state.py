@@ -1,0 +1,110 @@
+"""What one replica reads, writes, draws and counts in one step.
+
+This is the one interface to a replica's state. Eager steps use it in place:
+reads give the replica's own tensor of each variable, writes go into it. A
+captured step puts tensors of its own into `state_mapping`, and reads and writes
+go there instead. It is a `keras.StatelessScope`, so Keras' own code in a step
+comes here without knowing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from keras_distrib import keras_seam
+from keras_distrib.devices import Device
+
+
+class ReplicaVariable(Protocol):
+    """A variable that has a tensor for each replica."""
+
+    def read_in_replica(self, state: ReplicaState) -> torch.Tensor: ...
+
+    def write_in_replica(self, state: ReplicaState, value: torch.Tensor) -> None: ...
+
+
+class ReplicaState(keras_seam.StatelessScope):
+    """The state of one replica while it runs a step.
+
+    Attributes:
+        index: the replica's index on this machine.
+        replica_id: its id among all replicas in sync.
+        device: the device it computes on.
+        rows: rows of its part of the batch; None if the batch was not counted.
+        global_rows: rows of the whole batch; None likewise.
+        share: its part of a mean over the whole batch: rows / global_rows, or
+            one part of the replicas that run where rows are unknown.
+        num_active: how many replicas run this step.
+        in_update: whether an optimizer is applying reduced gradients, so that
+            writes stay on this replica.
+    """
+
+    is_replica_state = True
+
+    def __init__(
+        self, index: int, replica_id: int, device: Device, num_active: int, rows: int | None, global_rows: int | None
+    ) -> None:
+        # The base class' constructor converts a mapping that is not needed here.
+        self.collect_losses = True
+        self.initialize_variables = False
+        self.losses: list[torch.Tensor] = []
+        self.state_mapping: dict[int, torch.Tensor] = {}
+        self.index = index
+        self.replica_id = replica_id
+        self.device = device
+        self.num_active = num_active
+        self.rows = rows
+        self.global_rows = global_rows
+        self.share = rows / global_rows if rows is not None and global_rows else 1.0 / num_active
+        self.in_update = False
+        self.loss_is_builtin = False
+        self._losses_by_layer: dict[int, list[torch.Tensor]] = {}
+
+    def get_current_value(self, variable: Any) -> torch.Tensor:
+        """This replica's tensor of a variable."""
+        value = self.state_mapping.get(id(variable))
+        if value is not None:
+            return value
+        if hasattr(variable, "read_in_replica"):
+            return variable.read_in_replica(self)
+        return variable._value
+
+    def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
+        """Writes a variable's new value into this replica's tensor."""
+        variable, value = update
+        mapped = self.state_mapping.get(id(variable))
+        if mapped is not None:
+            copy_into(mapped, value)
+        elif hasattr(variable, "write_in_replica"):
+            variable.write_in_replica(self, value)
+        else:
+            copy_into(variable._value, value)
+
+    def layer_losses(self, layer: Any) -> list[torch.Tensor]:
+        """The `add_loss` values of one layer in this replica's step."""
+        return self._losses_by_layer.setdefault(id(layer), [])
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """While an optimizer applies gradients that are reduced already."""
+        self.in_update = True
+        try:
+            yield
+        finally:
+            self.in_update = False
+
+
+def current_state() -> ReplicaState | None:
+    """The state of the replica whose step the calling thread runs."""
+    scope = keras_seam.get_stateless_scope()
+    return scope if isinstance(scope, ReplicaState) else None
+
+
+def copy_into(target: torch.Tensor, value: Any) -> None:
+    """Copies in place, outside of autograd: the leaf stays the leaf."""
+    with torch.no_grad():
+        target.copy_(value)

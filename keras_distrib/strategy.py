@@ -1,0 +1,339 @@
+"""`Strategy`: the base class of all strategies, and what users call on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from keras_distrib import context, keras_seam, variables
+from keras_distrib.comm import reduction
+from keras_distrib.comm.cross_device_ops import CrossDeviceOps, default_for
+from keras_distrib.options import ReduceOp, RunOptions, ValueContext
+from keras_distrib.replicas import runner
+from keras_distrib.replicas.pool import PoolShelf
+from keras_distrib.values import PerReplica, leaves, map_structure, pack_like
+
+if TYPE_CHECKING:
+    from keras_distrib.data.distributed import DistributedDataset
+    from keras_distrib.devices import Device
+
+
+class Strategy:
+    """Runs a computation on several replicas and keeps them in step.
+
+    Use one of its subclasses. Create models, optimizers and metrics inside
+    `scope()`; `Model.fit` then trains on all replicas, and `run` calls a
+    function on each of them.
+
+    Args:
+        devices: the device of each local replica.
+        cross_device_ops: how gradients are summed over them; None picks by the
+            devices.
+    """
+
+    def __init__(self, devices: Sequence[Device], cross_device_ops: CrossDeviceOps | None = None) -> None:
+        self._devices = tuple(devices)
+        self.cross_device_ops = cross_device_ops or default_for(self._devices)
+        self.pools = PoolShelf(len(self._devices), type(self).__name__)
+
+    # What a subclass decides.
+
+    @property
+    def parameter_device(self) -> Device:
+        """Where variables are stored that all replicas share."""
+        return self._devices[0]
+
+    @property
+    def updates_once(self) -> bool:
+        """Whether one update serves all replicas, since they share variables."""
+        return False
+
+    def variable_class(self, options: dict[str, Any]) -> type:
+        """The class of a variable that is created in scope with these options."""
+        if variables.check_synchronization(options) == "on_read":
+            return variables.SyncOnReadVariable
+        return variables.MirroredVariable
+
+    # What users call.
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Over how many replicas gradients are summed."""
+        return len(self._devices)
+
+    @property
+    def num_local_replicas(self) -> int:
+        """How many of the replicas run in this process."""
+        return len(self._devices)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each local replica."""
+        return self._devices
+
+    @property
+    def cluster_resolver(self) -> None:
+        """None: this strategy runs on one machine."""
+        return None
+
+    def replica_id(self, index: int) -> int:
+        """The id among all replicas of the local replica `index`."""
+        return index
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Makes this strategy current, in cross-replica context.
+
+        Variables created inside become distributed ones, so models, optimizers
+        and metrics are created here. A strategy's scope may be entered again
+        inside itself.
+
+        Returns:
+            A context manager that gives the strategy.
+
+        Raises:
+            RuntimeError: inside another strategy's scope, or in a replica's
+                function.
+
+        Example:
+
+        >>> import keras, keras_distrib
+        >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+        >>> with strategy.scope():
+        ...     variable = keras.Variable(1.0)
+        >>> type(variable).__name__
+        'MirroredVariable'
+        """
+        context.require_cross_replica(self)
+        with context.entered(context.Frame(self, None)), keras_seam.device(str(self.parameter_device.torch_device)):
+            yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Calls a function on every replica, each with its part of the arguments.
+
+        A replica whose part of a batch has no rows does not run.
+
+        Args:
+            fn: the function. In it, variables are the replica's own, and
+                `get_replica_context()` gives its context.
+            args: list or tuple of positional arguments. Per-replica values, also
+                nested ones, are split; everything else goes to all.
+            kwargs: keyword arguments, likewise.
+            options: accepted for compatibility.
+
+        Returns:
+            What the function returned: the structure of lists, tuples and dicts,
+            with a `PerReplica` of tensors where replicas returned different
+            objects, and the object where all returned the same one. With one
+            replica its plain result.
+
+        Raises:
+            ValueError: if `args` is no list or tuple, or the replicas returned
+                different structures.
+            RuntimeError: in a replica's function or under another strategy.
+            Exception: whatever a replica raised, with its number in a note.
+
+        Example:
+
+        >>> import keras_distrib
+        >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+        >>> strategy.run(lambda x: x + 1, args=(1,))
+        2
+        """
+        del options
+        context.require_cross_replica(self)
+        self._check_call(fn, args, kwargs)
+        return runner.run(self, fn, args, kwargs or {})
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
+        """Reduces per-replica values to one, and over an axis if given.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `MEAN`, or their names.
+            value: a per-replica value, or a nested structure of them.
+            axis: an axis to reduce within each replica too, or None. With `MEAN`
+                each element counts the same, on whichever replica it is.
+
+        Returns:
+            A tensor, or the structure with tensors. The mean of integers is
+            float64.
+
+        Raises:
+            ValueError: for unequal shapes without an axis, an axis out of range,
+                or the sum of a value that is the same on all replicas.
+            RuntimeError: in a replica's function.
+
+        Example:
+
+        >>> import torch, keras_distrib
+        >>> from keras_distrib.values import PerReplica
+        >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+        >>> strategy.reduce("SUM", PerReplica([torch.tensor([1.0, 2.0])]), axis=0)
+        tensor(3.)
+        """
+        context.require_cross_replica(self)
+        op = ReduceOp.from_name(reduce_op)
+        device = self._devices[0].torch_device if self._devices else None
+        return map_structure(
+            lambda leaf: reduction.reduce(op, leaf, axis, self.num_local_replicas, device),
+            value,
+        )
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates per-replica values along an axis.
+
+        Args:
+            value: a per-replica value of tensors of rank 1 or more, or a nested
+                structure of them; lengths along `axis` may differ.
+            axis: the axis, not negative.
+
+        Returns:
+            A tensor, or the structure with tensors.
+
+        Raises:
+            ValueError: for scalars, an axis out of range, or other shapes that
+                differ.
+            RuntimeError: in a replica's function.
+
+        Example:
+
+        >>> import torch, keras_distrib
+        >>> from keras_distrib.values import PerReplica
+        >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+        >>> strategy.gather(PerReplica([torch.ones(2)]), axis=0)
+        tensor([1., 1.])
+        """
+        if context.running_replica() is not None:
+            raise RuntimeError(
+                f"{context.REQUIRES_CROSS_REPLICA}, and use get_replica_context().all_gather() instead of "
+                "`Strategy.gather` in a replica's function."
+            )
+        context.require_same_strategy(self)
+        device = self._devices[0].torch_device if self._devices else None
+        return map_structure(lambda leaf: reduction.gather(leaf, axis, device), value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of a per-replica value, one per local replica.
+
+        Args:
+            value: what `run` returned.
+
+        Returns:
+            A tuple; of a value that is no per-replica one, a tuple of it alone.
+
+        Example:
+
+        >>> import keras_distrib
+        >>> keras_distrib.MirroredStrategy(["cpu:0"]).experimental_local_results(3)
+        (3,)
+        """
+        flat = list(leaves(value))
+        if len(flat) == 1 and flat[0] is value:
+            return value.values if isinstance(value, PerReplica) else (value,)
+        if self.num_local_replicas <= 1:
+            return (value,)
+        return tuple(
+            pack_like(value, [leaf.values[index] if isinstance(leaf, PerReplica) else leaf for leaf in flat])
+            for index in range(self.num_local_replicas)
+        )
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Makes a per-replica value from a function that is called for each replica.
+
+        Args:
+            value_fn: called with a `ValueContext`.
+
+        Returns:
+            A `PerReplica`, or the structure of lists, tuples and dicts with
+            `PerReplica` leaves.
+
+        Raises:
+            RuntimeError: in a replica's function.
+
+        Example:
+
+        >>> import keras_distrib
+        >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+        >>> strategy.experimental_distribute_values_from_function(
+        ...     lambda context: context.replica_id_in_sync_group).values
+        (0,)
+        """
+        context.require_cross_replica(self)
+        made = [
+            value_fn(ValueContext(self.replica_id(index), self.num_replicas_in_sync))
+            for index in range(self.num_local_replicas)
+        ]
+        columns = [list(leaves(structure)) for structure in made]
+        return pack_like(made[0], [PerReplica(parts) for parts in zip(*columns, strict=True)])
+
+    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> DistributedDataset:
+        """Splits each batch of a dataset over the replicas.
+
+        Args:
+            dataset: an iterable of batches of the global batch size, such as a
+                `torch.utils.data.DataLoader`, a `keras.utils.PyDataset`, or a
+                list; a batch is a nested structure of tensors or arrays with the
+                rows in axis 0.
+            options: accepted for compatibility.
+
+        Returns:
+            A `DistributedDataset`, an iterable of per-replica batches: the first
+            replicas get ceil(rows / replicas) rows, the last what remains,
+            perhaps none.
+
+        Raises:
+            TypeError: if `dataset` is no such iterable.
+            RuntimeError: in a replica's function.
+
+        Example:
+
+        >>> import torch, keras_distrib
+        >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+        >>> dataset = strategy.experimental_distribute_dataset([torch.ones(4, 1)])
+        >>> next(iter(dataset)).values[0].shape
+        torch.Size([4, 1])
+        """
+        from keras_distrib.data.distributed import DistributedDataset
+
+        del options
+        context.require_cross_replica(self)
+        return DistributedDataset(dataset, self)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} on {', '.join(map(str, self._devices))} at {id(self):#x}>"
+
+    def __copy__(self) -> Strategy:
+        raise RuntimeError(
+            "Must only deepcopy DistributionStrategy. "
+            "A copy would have replicas of its own; pass the strategy itself, or create another one."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        # Variables refer to the strategy that runs them, which a copied model shares.
+        memo[id(self)] = self
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"A strategy cannot be pickled: it holds threads and devices. Received: {self!r}. "
+            "Create the strategy in the process that uses it."
+        )
+
+    @staticmethod
+    def _check_call(fn: Any, args: Any, kwargs: Any) -> None:
+        if not callable(fn):
+            raise TypeError(f"`fn` must be callable. Received: fn={fn!r}")
+        if not isinstance(args, list | tuple):
+            raise ValueError(
+                "positional args must be a list or tuple. "
+                f"Received: args={args!r} (of type {type(args).__name__}). Pass `args=(value,)` for one argument."
+            )
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise ValueError(f"`kwargs` must be a dict or None. Received: kwargs={kwargs!r}")

@@ -1,0 +1,1 @@
+"""What Keras needs to train on replicas: trainer, losses, optimizer, tape."""

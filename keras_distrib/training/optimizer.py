@@ -1,0 +1,167 @@
+"""Applying gradients: summed over replicas first, then one equal update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from keras_distrib import context, keras_seam
+from keras_distrib.options import ReduceOp
+from keras_distrib.replicas.replica_context import ReplicaContext
+from keras_distrib.replicas.state import ReplicaState
+from keras_distrib.strategy import Strategy
+from keras_distrib.variables import DistributedVariable
+
+Gradients = list[torch.Tensor | None]
+Apply = Callable[..., Any]
+
+
+def apply(optimizer: Any, original: Apply, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
+    """Stands in for every optimizer's `apply`.
+
+    In a replica's step the outermost call meets the other replicas, sums the
+    gradients, and only then lets Keras clip, decay and apply them.
+    """
+    replica = context.running_replica()
+    if replica is None or replica.state is None:
+        _refuse_across_replicas(optimizer, variables)
+        return original(grads, variables)
+    if replica.state.in_update:
+        return original(grads, variables)
+    variables = None if variables is None else list(variables)
+    _require_own_variables(optimizer, variables, replica.strategy)
+    name = f"{optimizer.name}.apply"
+    if replica.strategy.updates_once:
+        return _apply_once(replica, name, optimizer, original, list(grads), variables)
+    return _apply_everywhere(replica, name, optimizer, original, list(grads), variables)
+
+
+def _apply_everywhere(
+    replica: ReplicaContext, name: str, optimizer: Any, original: Apply, grads: Gradients, variables: Any
+) -> Any:
+    """Every replica updates its own components with the same summed gradients."""
+
+    def act(lists: list[Gradients]) -> list[Gradients]:
+        _build(optimizer, variables)
+        return sum_gradients(replica, lists, variables or optimizer._trainable_variables)
+
+    state = replica.state
+    assert state is not None  # noqa: S101 - only run contexts get here
+    summed = replica.meet_across(name, [_detached(grad) for grad in grads], act)
+    with torch.no_grad():
+        with state.updating():
+            result = original(summed, variables)
+        _apply_for_absent(replica, state, original, summed, variables)
+    return result
+
+
+def _apply_for_absent(
+    replica: ReplicaContext, state: ReplicaState, original: Apply, grads: Gradients, variables: Any
+) -> None:
+    """The first replica also updates the components of those that had no rows."""
+    strategy = replica.strategy
+    if state.num_active == strategy.num_local_replicas or state.index != replica.participants[0]:
+        return
+    for index in set(range(strategy.num_local_replicas)) - set(replica.participants):
+        device = strategy.devices[index]
+        absent = ReplicaState(index, strategy.replica_id(index), device, state.num_active, 0, state.global_rows)
+        moved = [None if grad is None else grad.to(device.torch_device) for grad in grads]
+        with replica.standing_in(absent), absent.updating():
+            original(moved, variables)
+
+
+def _apply_once(
+    replica: ReplicaContext, name: str, optimizer: Any, original: Apply, grads: Gradients, variables: Any
+) -> Any:
+    """One replica's thread updates the variables that all of them share."""
+
+    def act(lists: list[Gradients]) -> list[Any]:
+        _build(optimizer, variables)
+        targets = variables or optimizer._trainable_variables
+        summed = sum_gradients(replica, lists, targets)[0]
+        device = replica.strategy.parameter_device.torch_device
+        with torch.no_grad():
+            result = original([None if grad is None else grad.to(device) for grad in summed], variables)
+        return [result] * len(lists)
+
+    return replica.meet_across(name, [_detached(grad) for grad in grads], act)
+
+
+def sum_gradients(replica: ReplicaContext, lists: list[Gradients], variables: Sequence[Any]) -> list[Gradients]:
+    """Sums gradients over replicas, position by position.
+
+    Args:
+        replica: one of the replicas that run; says how.
+        lists: each running replica's gradients; None where a loss does not depend on a
+            variable there.
+        variables: what the gradients belong to.
+
+    Returns:
+        For each replica the sums; None where no replica has a gradient, and the
+        first replica's where the gradient is to overwrite the variable.
+    """
+    lengths = [len(grads) for grads in lists]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"All replicas must apply the same number of gradients. Received: gradients by replica={lengths}"
+        )
+    if len(lists) == 1:
+        return lists
+    results = [list(lists[0]) for _ in lists]
+    devices = [replica.strategy.devices[index].torch_device for index in replica.participants]
+    positions, columns = [], []
+    for position in range(lengths[0]):
+        column = [grads[position] for grads in lists]
+        present = [grad for grad in column if grad is not None]
+        variable = variables[position] if position < len(variables) else None
+        if not present or getattr(variable, "overwrite_with_gradient", False):
+            for result, device in zip(results, devices, strict=True):
+                result[position] = present[0].to(device) if present else None
+            continue
+        pairs = zip(column, devices, strict=True)
+        columns.append([torch.zeros_like(present[0], device=d) if grad is None else grad for grad, d in pairs])
+        positions.append(position)
+    tensors = [list(own) for own in zip(*columns, strict=True)]
+    reduced = replica.strategy.cross_device_ops.all_reduce(ReduceOp.SUM, tensors) if tensors else []
+    for result, sums in zip(results, reduced, strict=False):
+        for position, total in zip(positions, sums, strict=True):
+            result[position] = total
+    return results
+
+
+def _detached(grad: Any) -> torch.Tensor | None:
+    return grad.detach() if isinstance(grad, torch.Tensor) else grad
+
+
+def _build(optimizer: Any, variables: Any) -> None:
+    if not optimizer.built and variables is not None:
+        with keras_seam.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+
+
+def _is_distributed(variable: Any) -> bool:
+    return isinstance(variable, DistributedVariable) and variable.strategy.num_replicas_in_sync > 1
+
+
+def _refuse_across_replicas(optimizer: Any, variables: Sequence[Any] | None) -> None:
+    targets = list(variables) if variables is not None else optimizer.variables
+    if any(_is_distributed(variable) for variable in targets):
+        raise RuntimeError(
+            f"`{type(optimizer).__name__}.apply` cannot be called in cross-replica context: the gradients of one "
+            "replica would update one component of each variable. Received: variables of "
+            f"{next(v.strategy for v in targets if _is_distributed(v))!r}. "
+            "Call it in the function that `Strategy.run` calls."
+        )
+
+
+def _require_own_variables(optimizer: Any, variables: Sequence[Any] | None, strategy: Strategy) -> None:
+    for variable in (*optimizer.variables[:1], *(variables or ())[:1]):
+        owner = getattr(variable, "strategy", None)
+        if owner is not strategy:
+            raise ValueError(
+                f"Variable ({variable.path}) was not created in the distribution strategy scope of {strategy!r}. "
+                f"Received: a variable of {owner or 'no strategy'!r}, optimizer={optimizer.name!r}. "
+                "Create the model and the optimizer inside `with strategy.scope():`."
+            )

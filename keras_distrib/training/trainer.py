@@ -1,0 +1,288 @@
+"""The trainer in front of Keras' own: `fit`, `evaluate` and `predict` on replicas.
+
+A model made in a strategy's scope trains through that strategy; for any other
+model every method here hands straight to Keras'. One replica step is forward, a
+loss over its true denominator, gradients, and the optimizer's `apply`, which
+sums them; metric state is each replica's own and is added up when read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import torch
+
+from keras_distrib import context, keras_seam
+from keras_distrib.data.split import split_batch
+from keras_distrib.replicas.state import current_state
+from keras_distrib.strategy import Strategy
+from keras_distrib.training import losses, ownership
+from keras_distrib.values import DistributedValues, map_structure
+
+Logs = dict[str, Any]
+
+
+class DistributedTrainer(keras_seam.Trainer):
+    """Keras' trainer, on the replicas of the strategy that the model belongs to."""
+
+    _distribute_strategy: Strategy | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        strategy = context.get_strategy() if context.has_strategy() else None
+        # Not through Keras' attribute tracking, which has not begun yet.
+        object.__setattr__(self, "_distribute_strategy", strategy)
+        object.__setattr__(self, "_announcing", False)
+
+    @property
+    def distribute_strategy(self) -> Strategy:
+        """The strategy in whose scope the model was created."""
+        return self._distribute_strategy or context.get_strategy()
+
+    # One replica's step.
+
+    def train_step(self, data: Any) -> Logs:
+        if _replica_step_of(self) is None:
+            return super().train_step(data)
+        return self.compute_metrics(*self._forward_backward(data))
+
+    def test_step(self, data: Any) -> Logs:
+        if _replica_step_of(self) is None:
+            return super().test_step(data)
+        return self.compute_metrics(*self._forward(data, training=False)[0])
+
+    def _forward(self, data: Any, training: bool) -> tuple[tuple[Any, Any, Any, Any], Any]:
+        x, y, sample_weight = keras_seam.unpack_x_y_sample_weight(data)
+        y_pred = self(x, training=training) if self._call_has_training_arg else self(x)
+        loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        rows = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0]
+        self._loss_tracker.update_state(losses.unscale_loss(loss.detach()), sample_weight=rows)
+        return (x, y, y_pred, sample_weight), loss
+
+    def _forward_backward(self, data: Any) -> tuple[Any, Any, Any, Any]:
+        results, loss = self._forward(data, training=True)
+        variables = self.trainable_variables
+        if self.optimizer is not None:
+            loss = self.optimizer.scale_loss(loss)
+        if variables:
+            gradients = _gradients(loss, [variable.value for variable in variables])
+            self.optimizer.apply(gradients, variables)
+        return results
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients; in a replica's step, of that replica's tensors."""
+        state = current_state()
+        if state is None:
+            super().zero_grad(set_to_none)
+            return
+        for variable in self.trainable_variables:
+            variable.value.grad = None
+
+    def _aggregate_additional_loss(self, loss: Any) -> Any:
+        # Regularizers are the same on each replica, and activity losses are means over its
+        # rows: both count by the replica's share.
+        state = current_state()
+        total = super()._aggregate_additional_loss(loss)
+        return total if state is None or state.num_active == 1 else total * state.share
+
+    # The functions that `fit`, `evaluate` and `predict` call with each batch.
+
+    def make_train_function(self, force: bool = False) -> Any:
+        if self._distribute_strategy is None:
+            return super().make_train_function(force)
+        if self.train_function is None or force:
+            step = self._without_logs(self._forward_backward) if self._is_plain("train_step") else self.train_step
+            self.train_function = self._function(step, self._combined_logs)
+        return self.train_function
+
+    def make_test_function(self, force: bool = False) -> Any:
+        if self._distribute_strategy is None:
+            return super().make_test_function(force)
+        if self.test_function is None or force:
+            step = self.test_step
+            if self._is_plain("test_step"):
+                step = self._without_logs(lambda data: self._forward(data, training=False)[0])
+            self.test_function = torch.no_grad()(self._function(step, self._combined_logs))
+        return self.test_function
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        if self._distribute_strategy is None:
+            return super().make_predict_function(force)
+        if self.predict_function is None or force:
+            self.predict_function = torch.no_grad()(self._function(self.predict_step, self._joined_outputs))
+        return self.predict_function
+
+    def _is_plain(self, step: str) -> bool:
+        """Whether neither the step nor `compute_metrics` is the user's own."""
+        own = type(self)
+        return getattr(own, step) is getattr(DistributedTrainer, step) and (
+            own.compute_metrics is keras_seam.BaseTrainer.compute_metrics
+        )
+
+    def _without_logs(self, step: Callable[[Any], tuple[Any, Any, Any, Any]]) -> Callable[[Any], None]:
+        """A step that leaves the metrics' results, which are global, to be read once."""
+
+        def run(data: Any) -> None:
+            _, y, y_pred, sample_weight = step(data)
+            if self._compile_metrics is not None:
+                self._compile_metrics.update_state(y, y_pred, sample_weight)
+
+        return run
+
+    def _function(self, step: Callable[[Any], Any], combine: Callable[[Any, Any], Any]) -> Callable[[list[Any]], Any]:
+        strategy = self.distribute_strategy
+
+        def function(data: list[Any]) -> Any:
+            results = []
+            for batch in data:
+                parts, rows = split_batch(batch, strategy.devices)
+                self._announce(rows)
+                results.append(combine(strategy.run(step, args=(parts,)), parts))
+            if len(results) == 1 or combine == self._combined_logs:
+                return results[-1]
+            return keras.tree.map_structure(lambda *parts: torch.cat(parts), *results)
+
+        return function
+
+    def _combined_logs(self, result: Any, parts: Any) -> Logs:
+        """The logs of one step: metrics' global results, and what else the step returned."""
+        del parts
+        metrics = self.get_metrics_result()
+        if not isinstance(result, dict):
+            return metrics if result is None else result
+        return {name: metrics[name] if name in metrics else _row_mean(value) for name, value in result.items()}
+
+    def _joined_outputs(self, result: Any, parts: Any) -> Any:
+        del parts
+        strategy = self.distribute_strategy
+        return map_structure(lambda leaf: strategy.gather(leaf, axis=0), result)
+
+    # Keras' entry points, in the strategy's scope.
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_strategy("fit"):
+            verbose = kwargs.get("verbose", args[4] if len(args) > 4 else "auto")
+            object.__setattr__(self, "_announcing", verbose in ("auto", 1, 2) and verbose is not False)
+            return super().fit(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_strategy("evaluate"):
+            self._synchronize_state()
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_strategy("predict"):
+            self._synchronize_state()
+            return super().predict(*args, **kwargs)
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_strategy("train_on_batch"):
+            return super().train_on_batch(*args, **kwargs)
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_strategy("test_on_batch"):
+            self._synchronize_state()
+            return super().test_on_batch(*args, **kwargs)
+
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_strategy("predict_on_batch"):
+            self._synchronize_state()
+            return super().predict_on_batch(*args, **kwargs)
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        if self._distribute_strategy is None:
+            super()._symbolic_build(iterator, data_batch)
+            return
+        if data_batch is not None:
+            data_batch = keras.tree.map_structure(_as_tensor, data_batch)
+        super()._symbolic_build(iterator, data_batch)
+        ownership.check_model(self, self._distribute_strategy)
+        self._announce(getattr(getattr(iterator, "data_adapter", None), "batch_size", None))
+
+    def get_metrics_result(self) -> Logs:
+        # Keras 3.16 sums metric variables over processes itself; a strategy has done so.
+        if self._distribute_strategy is None:
+            return super().get_metrics_result()
+        return keras_seam.BaseTrainer.get_metrics_result(self)
+
+    @contextlib.contextmanager
+    def _on_strategy(self, method: str) -> Iterator[None]:
+        strategy = self._distribute_strategy
+        if strategy is None:
+            if context.has_strategy():
+                ownership.refuse_model(self, context.get_strategy(), method)
+            yield
+            return
+        # Keras reads batches and results on the CPU here; replicas have their own devices.
+        with strategy.scope(), keras_seam.device("cpu"):
+            ownership.check_model(self, strategy)
+            yield
+
+    def _synchronize_state(self) -> None:
+        """Evaluates with the state that reading gives, on every replica."""
+        if self._distribute_strategy is not None:
+            for variable in self.non_trainable_variables:
+                if hasattr(variable, "synchronize"):
+                    variable.synchronize()
+
+    def _announce(self, batch_size: int | None) -> None:
+        strategy = self._distribute_strategy
+        if not self._announcing or strategy is None or batch_size is None:
+            return
+        object.__setattr__(self, "_announcing", False)
+        replicas = strategy.num_replicas_in_sync
+        devices = ", ".join(str(device) for device in strategy.devices)
+        per_replica = -(-batch_size // replicas)
+        keras_seam.print_message(
+            f"{type(strategy).__name__}: {replicas} replica{'s' if replicas > 1 else ''} ({devices}), "
+            f"global batch {batch_size}, per replica {per_replica}"
+        )
+
+
+def compile_model(model: Any, original: Callable[..., None], kwargs: dict[str, Any]) -> None:
+    """Stands in for `Trainer.compile`: in the model's scope, with checks."""
+    strategy = model._distribute_strategy
+    if strategy is None:
+        if context.has_strategy():
+            ownership.refuse_model(model, context.get_strategy(), "compile")
+        original(**kwargs)
+        return
+    with strategy.scope():
+        original(**kwargs)
+        ownership.check_model(model, strategy)
+
+
+def _replica_step_of(model: Any) -> Any:
+    """The replica's state if the calling thread runs a step of this model's strategy."""
+    return current_state() if model._distribute_strategy is not None else None
+
+
+def _gradients(loss: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    positions = [position for position, tensor in enumerate(tensors) if tensor.requires_grad]
+    gradients: list[torch.Tensor | None] = [None] * len(tensors)
+    if loss.requires_grad and positions:
+        found = torch.autograd.grad(loss, [tensors[position] for position in positions], allow_unused=True)
+        for position, gradient in zip(positions, found, strict=True):
+            gradients[position] = gradient
+    return gradients
+
+
+def _row_mean(value: Any) -> Any:
+    """The row-weighted mean of a scalar that each replica's step returned."""
+    if not isinstance(value, DistributedValues):
+        return value
+    rows = getattr(value, "rows", None) or [1] * len(value.values)
+    total = sum(rows)
+    parts = [
+        keras.ops.convert_to_tensor(part) * (count / total)
+        for part, count in zip(value.values, rows, strict=True)
+        if count
+    ]
+    return sum(parts[1:], parts[0])
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return leaf if leaf is None or isinstance(leaf, torch.Tensor) else keras_seam.convert_to_tensor(leaf)
