@@ -1,28 +1,32 @@
 """tf.distribute.Strategy for Keras 3 on PyTorch."""
 
-from keras_distrib import hooks as _hooks
-from keras_distrib import config as config
-from keras_distrib import errors as errors
-from keras_distrib import experimental as experimental
-from keras_distrib.comm.cross_device_ops import CrossDeviceOps as CrossDeviceOps
-from keras_distrib.comm.cross_device_ops import NcclAllReduce as NcclAllReduce
-from keras_distrib.comm.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
-from keras_distrib.context import experimental_set_strategy as experimental_set_strategy
-from keras_distrib.context import get_replica_context as get_replica_context
-from keras_distrib.context import get_strategy as get_strategy
-from keras_distrib.context import has_strategy as has_strategy
-from keras_distrib.context import in_cross_replica_context as in_cross_replica_context
-from keras_distrib.data.distributed import DistributedDataset as DistributedDataset
-from keras_distrib.data.distributed import DistributedIterator as DistributedIterator
-from keras_distrib.options import ReduceOp as ReduceOp
-from keras_distrib.options import RunOptions as RunOptions
+from keras_distrib import config as config, errors as errors, experimental as experimental, hooks as _hooks
+from keras_distrib.comm.cross_device_ops import (
+    CrossDeviceOps as CrossDeviceOps,
+    NcclAllReduce as NcclAllReduce,
+    ReductionToOneDevice as ReductionToOneDevice,
+)
+from keras_distrib.context import (
+    experimental_set_strategy as experimental_set_strategy,
+    get_replica_context as get_replica_context,
+    get_strategy as get_strategy,
+    has_strategy as has_strategy,
+    in_cross_replica_context as in_cross_replica_context,
+)
+from keras_distrib.data.distributed import (
+    DistributedDataset as DistributedDataset,
+    DistributedIterator as DistributedIterator,
+)
+from keras_distrib.options import ReduceOp as ReduceOp, RunOptions as RunOptions
 from keras_distrib.replicas.replica_context import ReplicaContext as ReplicaContext
 from keras_distrib.strategies import default as _default
 from keras_distrib.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from keras_distrib.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from keras_distrib.strategy import Strategy as Strategy
-from keras_distrib.training.losses import compute_average_loss as compute_average_loss
-from keras_distrib.training.losses import scale_regularization_loss as scale_regularization_loss
+from keras_distrib.training.losses import (
+    compute_average_loss as compute_average_loss,
+    scale_regularization_loss as scale_regularization_loss,
+)
 from keras_distrib.training.tape import GradientTape as GradientTape
 from keras_distrib.values import DistributedValues as DistributedValues
 

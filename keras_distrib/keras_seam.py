@@ -7,6 +7,9 @@ breaking Keras. Outside of a strategy's scope and of its models every hook hands
 straight through to Keras' own code.
 """
 
+# Keras has no annotations, and this module touches what it does not publish.
+# pyright: reportAttributeAccessIssue=false, reportMissingImports=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import contextlib
@@ -15,6 +18,8 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 HOW_TO_SET_BACKEND = (
     'Set the environment variable KERAS_BACKEND=torch (or `os.environ["KERAS_BACKEND"] = "torch"`) '
@@ -71,6 +76,7 @@ __all__ = [
     "get_stateless_scope",
     "install",
     "name_scope",
+    "ops",
     "unpack_x_y_sample_weight",
 ]
 
@@ -78,14 +84,15 @@ Variable = keras.Variable
 StatelessScope = keras.StatelessScope
 device = keras.device
 name_scope = keras.name_scope
-convert_to_tensor = _torch_core.convert_to_tensor
+ops: Any = keras.ops
+convert_to_tensor: Callable[..., torch.Tensor] = _torch_core.convert_to_tensor
 get_device = _torch_core.get_device
 Trainer = getattr(_torch_trainer, "TorchTrainer", None) or _torch_trainer.Trainer  # renamed in Keras 3.16
 BaseTrainer = getattr(_base_trainer, "BaseTrainer", None) or _base_trainer.Trainer  # renamed in Keras 3.16
 
 original_reduce_weighted_values = _loss_module.reduce_weighted_values
-apply_mask = _loss_module.apply_mask
-squeeze_or_expand_to_same_rank = _loss_module.squeeze_or_expand_to_same_rank
+apply_mask: Any = _loss_module.apply_mask
+squeeze_or_expand_to_same_rank: Any = _loss_module.squeeze_or_expand_to_same_rank
 
 # Keras' state of one thread that must not reach a replica's thread: each replica
 # has its own of these, or none.

@@ -409,7 +409,7 @@ def new_variable(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if cls is not keras_seam.Variable:
         kind = type(cls.__name__, (kind, cls), {})
     replica = context.replica_of_thread()
-    if replica is None or replica.num_active_replicas == 1:
+    if replica is None or replica.state is None or replica.num_active_replicas == 1:
         return object.__new__(kind)
     replica.wait_for_lower()
     key = creation_key()

@@ -81,7 +81,7 @@ def _add(totals: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.
         return totals
     if any(tensor.is_sparse for tensor in (*totals, *tensors)):
         return [total + tensor for total, tensor in zip(totals, tensors, strict=True)]
-    return list(torch._foreach_add(totals, tensors))
+    return list(torch._foreach_add(totals, tensors))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _mean(total: torch.Tensor, count: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _check_alike(lists: Sequence[Sequence[torch.Tensor]]) -> None:
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(
             "All replicas must reduce tensors of the same shapes. "
-            f"Received: shapes by replica={shapes}. To combine parts of a batch, reduce their sums, or use `all_gather`."
+            f"Received: shapes by replica={shapes}. Reduce the sums of the parts of a batch, or use `all_gather`."
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from keras_distrib import devices as _devices
 from keras_distrib.comm.collectives import reduce_lists, spread
@@ -94,7 +95,7 @@ class NcclAllReduce(CrossDeviceOps):
             tensors.extend([torch.empty(0)] * len(lists[0]))
         for positions in self._packs(lists[0]):
             flats = [torch.cat([tensors[i].reshape(-1) for i in positions]) for tensors in lists]
-            torch.cuda.nccl.all_reduce(flats)
+            nccl.all_reduce(flats)
             for tensors, flat, result in zip(lists, flats, results, strict=True):
                 total = flat / len(lists) if op is ReduceOp.MEAN else flat
                 parts = total.split([tensors[i].numel() for i in positions])

@@ -73,10 +73,11 @@ class RunSeeds:
     def base(self) -> int:
         """One number per run that all replicas' streams are derived from."""
         with self._lock:
-            if self._base is None:
+            base = self._base
+            if base is None:
                 first, second = self.next(ordered=False).tolist()
-                self._base = (first + second) & _MASK
-            return self._base
+                base = self._base = (first + second) & _MASK
+            return base
 
     def keep(self) -> None:
         """Leaves a generator that was made in the run to the calling thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from keras_distrib import context
 from keras_distrib.comm import collectives
@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from keras_distrib.replicas.runner import CallerState
     from keras_distrib.replicas.state import ReplicaState
     from keras_distrib.strategy import Strategy
+
+
+class Run(NamedTuple):
+    """What the replicas of one run have in common."""
+
+    meeting: Meeting
+    caller: CallerState
 
 
 class ReplicaContext:
@@ -48,14 +55,12 @@ class ReplicaContext:
         self._strategy = strategy
         self._replica_id = replica_id_in_sync_group
         self._state: ReplicaState | None = None
-        self._meeting: Meeting | None = None
-        self._caller: CallerState | None = None
+        self._run: Run | None = None
 
     def bind(self, state: ReplicaState, meeting: Meeting, caller: CallerState) -> None:
         """Ties the context to the run it belongs to."""
         self._state = state
-        self._meeting = meeting
-        self._caller = caller
+        self._run = Run(meeting, caller)
 
     @property
     def strategy(self) -> Strategy:
@@ -86,6 +91,28 @@ class ReplicaContext:
     def state(self) -> ReplicaState | None:
         """The replica's state in this run; None for the default strategy's."""
         return self._state
+
+    @property
+    def run_state(self) -> ReplicaState:
+        """The replica's state in this run.
+
+        Raises:
+            RuntimeError: if the context belongs to no run.
+        """
+        if self._state is None:
+            raise self._not_running()
+        return self._state
+
+    @property
+    def run(self) -> Run:
+        """The run that the context belongs to.
+
+        Raises:
+            RuntimeError: if it belongs to none.
+        """
+        if self._run is None:
+            raise self._not_running()
+        return self._run
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -198,8 +225,7 @@ class ReplicaContext:
 
     def meet(self, name: str, value: Any, action: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Meets the other replicas of this run; see `Meeting.meet`."""
-        assert self._meeting is not None and self._state is not None  # noqa: S101 - only run contexts get here
-        return self._meeting.meet(self._state.index, name, value, action)
+        return self.run.meeting.meet(self.run_state.index, name, value, action)
 
     def meet_across(self, name: str, value: Any, action: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Like `meet`; the action runs in cross-replica context."""
@@ -212,14 +238,12 @@ class ReplicaContext:
 
     def wait_for_lower(self) -> None:
         """Waits for its turn to create something that all replicas share."""
-        if self._meeting is not None and self._state is not None:
-            self._meeting.wait_for_lower(self._state.index)
+        self.run.meeting.wait_for_lower(self.run_state.index)
 
     @property
     def creations(self) -> dict[int, dict[Any, list[Any]]]:
         """What this run's replicas created, to be found by those that follow."""
-        assert self._caller is not None  # noqa: S101 - only run contexts get here
-        return self._caller.creations
+        return self.run.caller.creations
 
     @contextlib.contextmanager
     def standing_in(self, state: ReplicaState) -> Iterator[None]:
@@ -235,12 +259,10 @@ class ReplicaContext:
     @property
     def participants(self) -> tuple[int, ...]:
         """Local indices of the replicas that run."""
-        assert self._meeting is not None  # noqa: S101 - only run contexts get here
-        return self._meeting.participants
+        return self.run.meeting.participants
 
     def _cross_replica(self) -> Any:
-        assert self._caller is not None  # noqa: S101 - only run contexts get here
-        return self._caller.cross_replica(self._strategy)
+        return self.run.caller.cross_replica(self._strategy)
 
     def _regroup(self, values: list[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> tuple[Any, Any]:
         count, active = self._strategy.num_local_replicas, self.participants
@@ -262,11 +284,14 @@ class ReplicaContext:
                 f"the current strategy is {current.strategy!r}. Get a new context inside the function that `run` calls."
             )
         if current.replica is None:
-            raise RuntimeError(
-                "Need to be inside `call_for_each_replica()`: this context's replica is not running here. "
-                f"Received: {self!r}. Get a new context inside the function that `run` calls."
-            )
+            raise self._not_running()
         raise RuntimeError(
             f"Mismatching ReplicaContext. Received: {self!r}, but the current one is {current.replica!r}. "
             "Use `get_replica_context()` on each replica instead of handing one around."
+        )
+
+    def _not_running(self) -> RuntimeError:
+        return RuntimeError(
+            "Need to be inside `call_for_each_replica()`: this context's replica is not running here. "
+            f"Received: {self!r}. Get a new context inside the function that `run` calls."
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from keras_distrib import devices as _devices
-from keras_distrib import variables
+from keras_distrib import devices as _devices, variables
 from keras_distrib.devices import Device
 from keras_distrib.strategy import Strategy
 

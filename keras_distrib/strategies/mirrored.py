@@ -39,9 +39,7 @@ class MirroredStrategy(Strategy):
     ```
     """
 
-    def __init__(
-        self, devices: Sequence[Any] | None = None, cross_device_ops: CrossDeviceOps | None = None
-    ) -> None:
+    def __init__(self, devices: Sequence[Any] | None = None, cross_device_ops: CrossDeviceOps | None = None) -> None:
         if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
             raise TypeError(
                 "`cross_device_ops` must be a `keras_distrib.CrossDeviceOps`. "

@@ -13,12 +13,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import torch
 
 from keras_distrib import context, keras_seam
+from keras_distrib.comm.collectives import reduce_lists
+from keras_distrib.options import ReduceOp
 from keras_distrib.replicas.replica_context import ReplicaContext
 from keras_distrib.replicas.state import current_state
+
+ops = keras_seam.ops
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -57,7 +60,7 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
     state, replica = current_state(), context.running_replica()
     if state is None or replica is None or state.num_active == 1 or reduction not in _MEANS:
         return keras_own()
-    values = keras.ops.convert_to_tensor(values, dtype=dtype)
+    values = ops.convert_to_tensor(values, dtype=dtype)
     by_rows = mask is None and (sample_weight is None or reduction != "mean_with_sample_weight")
     if values.ndim == 0 or state.rows is None or (by_rows and state.loss_is_builtin):
         return keras_own() * state.share
@@ -68,13 +71,13 @@ def _mean_over_replicas(
     replica: ReplicaContext, values: torch.Tensor, sample_weight: Any, mask: Any, reduction: str, dtype: Any
 ) -> torch.Tensor:
     if sample_weight is not None:
-        sample_weight = keras.ops.convert_to_tensor(sample_weight, dtype=dtype)
+        sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
     if mask is not None:
-        mask = keras.ops.convert_to_tensor(mask, dtype=dtype)
+        mask = ops.convert_to_tensor(mask, dtype=dtype)
     weights = keras_seam.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")
     count = float(math.prod(values.shape))
     if weights is not None:
-        weights = keras.ops.cast(weights, values.dtype)
+        weights = ops.cast(weights, values.dtype)
         values, weights = keras_seam.squeeze_or_expand_to_same_rank(values, weights)
         values = values * weights
     weight_sum = count if weights is None else weights.sum().double()
@@ -83,17 +86,17 @@ def _mean_over_replicas(
     counts, weight_sums, valids, all_entries = _add_up(replica, (count, weight_sum, valid, entries), values)
     total = values.sum()
     if reduction == "mean_with_sample_weight":
-        return keras.ops.divide_no_nan(total, weight_sums)
+        return ops.divide_no_nan(total, weight_sums)
     if mask is not None:  # Keras gives valid entries the weight entries / valid
-        total = total * keras.ops.divide_no_nan(all_entries, valids)
-    return keras.ops.divide_no_nan(total, counts)
+        total = total * ops.divide_no_nan(all_entries, valids)
+    return ops.divide_no_nan(total, counts)
 
 
 def _add_up(replica: ReplicaContext, numbers: Sequence[Any], like: torch.Tensor) -> list[torch.Tensor]:
     """Adds up each number over the replicas, as scalars like `like`."""
 
     def act(lists: list[list[Any]]) -> list[list[torch.Tensor]]:
-        return [[sum(column[1:], column[0]) for column in zip(*lists, strict=True)]] * len(lists)
+        return reduce_lists(ReduceOp.SUM, lists)
 
     own = [n.detach().cpu() if isinstance(n, torch.Tensor) else torch.tensor(n, dtype=torch.float64) for n in numbers]
     return [total.to(like.device, like.dtype) for total in replica.meet("the denominator of a loss", own, act)]
@@ -193,12 +196,12 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 def _as_float_tensor(value: Any) -> torch.Tensor:
     if isinstance(value, list | tuple) and any(isinstance(part, torch.Tensor) for part in value):
         value = torch.stack([part.sum() for part in value])
-    tensor = value if isinstance(value, torch.Tensor) else keras.ops.convert_to_tensor(value)
+    tensor = value if isinstance(value, torch.Tensor) else keras_seam.convert_to_tensor(value)
     return tensor if tensor.is_floating_point() else tensor.to(torch.float64)
 
 
 def _broadcastable_weight(sample_weight: Any, losses: torch.Tensor) -> torch.Tensor:
-    weight = keras.ops.convert_to_tensor(sample_weight).to(losses.device, losses.dtype)
+    weight = keras_seam.convert_to_tensor(sample_weight).to(losses.device, losses.dtype)
     if weight.ndim == losses.ndim + 1 and weight.shape[-1] == 1:
         weight = weight.squeeze(-1)
     while 0 < weight.ndim < losses.ndim:

@@ -47,8 +47,7 @@ def _apply_everywhere(
         _build(optimizer, variables)
         return sum_gradients(replica, lists, variables or optimizer._trainable_variables)
 
-    state = replica.state
-    assert state is not None  # noqa: S101 - only run contexts get here
+    state = replica.run_state
     summed = replica.meet_across(name, [_detached(grad) for grad in grads], act)
     with torch.no_grad():
         with state.updating():

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 
 import keras
 
-from keras_distrib import context
 from keras_distrib.strategy import Strategy
 
 _MOVE = "Create the model, its optimizer and its metrics inside the same `with strategy.scope():`."
@@ -52,8 +51,9 @@ def _compiled_parts(model: Any) -> Iterator[tuple[str, Any]]:
         yield "optimizer", model.optimizer
     for metric in model.metrics:
         yield "metric", metric
-    if model._compile_metrics is not None:
-        for metric in keras.tree.flatten([model._compile_metrics._user_metrics, model._compile_metrics._user_weighted_metrics]):
+    compiled = model._compile_metrics
+    if compiled is not None:
+        for metric in keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics]):
             if isinstance(metric, keras.metrics.Metric):
                 yield "metric", metric
 
@@ -64,8 +64,3 @@ def _owner(variable: Any) -> Any:
 
 def _named(owner: Any) -> str:
     return "no strategy" if owner is None else repr(owner)
-
-
-def current_strategy_name() -> str:
-    """The current strategy, for an error text."""
-    return repr(context.get_strategy())

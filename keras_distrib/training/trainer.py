@@ -9,6 +9,7 @@ sums them; metric state is each replica's own and is added up when read.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,11 +66,12 @@ class DistributedTrainer(keras_seam.Trainer):
     def _forward_backward(self, data: Any) -> tuple[Any, Any, Any, Any]:
         results, loss = self._forward(data, training=True)
         variables = self.trainable_variables
-        if self.optimizer is not None:
-            loss = self.optimizer.scale_loss(loss)
-        if variables:
-            gradients = _gradients(loss, [variable.value for variable in variables])
-            self.optimizer.apply(gradients, variables)
+        optimizer: Any = self.optimizer
+        if optimizer is None or not variables:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+            return results
+        gradients = _gradients(optimizer.scale_loss(loss), [variable.value for variable in variables])
+        optimizer.apply(gradients, variables)
         return results
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -277,7 +279,7 @@ def _row_mean(value: Any) -> Any:
     rows = getattr(value, "rows", None) or [1] * len(value.values)
     total = sum(rows)
     parts = [
-        keras.ops.convert_to_tensor(part) * (count / total)
+        keras_seam.convert_to_tensor(part) * (count / total)
         for part, count in zip(value.values, rows, strict=True)
         if count
     ]
