@@ -66,17 +66,19 @@ def replica_of_thread() -> ReplicaContext | None:
 @contextlib.contextmanager
 def entered(frame: Frame) -> Iterator[None]:
     """Makes `frame` the calling thread's context for a while."""
+    frame = Frame(*frame)  # found again by its identity, also when a frame is entered twice
     frames = _state.frames
     frames.append(frame)
     try:
         yield
     finally:
-        if not frames or frames[-1] is not frame:
+        in_order = frames[-1] is frame
+        frames[:] = [entered for entered in frames if entered is not frame]
+        if not in_order:
             raise RuntimeError(
                 "Device scope nesting error: a strategy's scope was left while another scope that was entered later "
                 "is still open. Leave scopes in the opposite order of entering them; prefer `with strategy.scope():`."
             )
-        frames.pop()
 
 
 def get_strategy() -> Strategy:

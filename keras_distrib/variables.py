@@ -58,7 +58,6 @@ class DistributedVariable(keras_seam.Variable):
         self._written: set[int] = set()
         with keras_seam.without_replica_scope():
             super().__init__(*args, **kwargs)
-        self._check_options()
 
     @property
     def strategy(self) -> Strategy:
@@ -176,6 +175,7 @@ class DistributedVariable(keras_seam.Variable):
         return state.in_update or self.aggregation == "none"
 
     def _initialize(self, value: Any) -> None:
+        self._check_options()
         with keras_seam.device(self._primary_device()):
             super()._initialize(value)
         self._components = self._place(self._value)

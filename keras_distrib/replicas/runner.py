@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-import queue
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from keras_distrib.strategy import Strategy
 
 logger = logging.getLogger("keras_distrib")
-
-Outcome = tuple[int, Any, BaseException | None]
 
 
 class CallerState:
@@ -134,29 +131,29 @@ class _Call:
 
 
 def _run_in_threads(strategy: Strategy, caller: CallerState, meeting: Meeting, jobs: dict[int, Any]) -> list[Any]:
-    outbox: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+    outcomes = _Outcomes(list(jobs))
     threads = max(1, caller.threads // len(jobs))
     pool = strategy.pools.take()
     try:
         for index, (replica, state, call) in jobs.items():
-            pool.submit(index, _job(caller, meeting, outbox, replica, state, call, threads))
+            pool.submit(index, _job(caller, meeting, outcomes, replica, state, call, threads))
         # Replica threads set their own share of the cores; torch also keeps a
         # process-wide default for new threads, which stays the caller's.
-        outcomes = _collect(outbox, meeting, list(jobs))
+        outcomes.wait(meeting)
         if torch.get_num_threads() != caller.threads:
             torch.set_num_threads(caller.threads)
     except BaseException:
         pool.close()  # a thread may still be busy: do not lend it out again
         raise
     strategy.pools.give_back(pool)
-    _raise_first(strategy, meeting, outcomes)
-    return [outcomes[index][1] for index in jobs]
+    _raise_first(strategy, meeting, outcomes.errors())
+    return outcomes.results()
 
 
 def _job(
     caller: CallerState,
     meeting: Meeting,
-    outbox: queue.SimpleQueue[Outcome],
+    outcomes: _Outcomes,
     replica: ReplicaContext,
     state: ReplicaState,
     call: _Call,
@@ -176,7 +173,7 @@ def _job(
             error = raised
             meeting.stop(raised)
         meeting.leave(state.index)
-        outbox.put((state.index, result, error))
+        outcomes.put(state.index, result, error)
 
     return job
 
@@ -188,38 +185,58 @@ class _IntraOpThreads(threading.local):
 _intra_op_threads = _IntraOpThreads()
 
 
-def _collect(outbox: queue.SimpleQueue[Outcome], meeting: Meeting, running: list[int]) -> dict[int, Outcome]:
-    outcomes: dict[int, Outcome] = {}
-    interrupted: BaseException | None = None
-    while len(outcomes) < len(running):
-        try:
-            outcome = outbox.get(timeout=LOG_INTERVAL_S)
-            outcomes[outcome[0]] = outcome
-        except queue.Empty:
-            missing = [index for index in running if index not in outcomes]
-            logger.info("`Strategy.run` is waiting for replica(s) %s", missing)
-        except BaseException as error:  # Ctrl-C in the calling thread
-            if interrupted is not None:
-                raise
-            interrupted = error
-            meeting.stop(error)
-    if interrupted is not None:
-        raise interrupted
-    return outcomes
+class _Outcomes:
+    """What the replicas' functions ended with, and the wait for all of them."""
+
+    def __init__(self, running: Sequence[int]) -> None:
+        self._running = tuple(running)
+        self._ended: dict[int, tuple[Any, BaseException | None]] = {}
+        self._all_ended = threading.Event()
+
+    def put(self, index: int, result: Any, error: BaseException | None) -> None:
+        self._ended[index] = (result, error)
+        if len(self._ended) == len(self._running):
+            self._all_ended.set()
+
+    def wait(self, meeting: Meeting) -> None:
+        """Waits until no replica is running any more.
+
+        On an exception in the calling thread, such as Ctrl-C, it stops the
+        replicas, waits for them, and raises; on a second one it waits no more.
+        """
+        interrupted: BaseException | None = None
+        while True:
+            try:
+                if self._all_ended.wait(LOG_INTERVAL_S):
+                    break
+                missing = [index for index in self._running if index not in self._ended]
+                logger.info("`Strategy.run` is waiting for replica(s) %s", missing)
+            except BaseException as error:
+                if interrupted is not None:
+                    raise
+                interrupted = error
+                meeting.stop(error)
+        if interrupted is not None:
+            raise interrupted
+
+    def results(self) -> list[Any]:
+        return [self._ended[index][0] for index in self._running]
+
+    def errors(self) -> list[tuple[int, BaseException]]:
+        """What replicas raised, by replica."""
+        return [(index, error) for index in self._running if (error := self._ended[index][1]) is not None]
 
 
-def _raise_first(strategy: Strategy, meeting: Meeting, outcomes: dict[int, Outcome]) -> None:
-    raised = [(index, error) for index, _, error in sorted(outcomes.values(), key=lambda outcome: outcome[0]) if error]
-    if not raised:
-        return
-    for index, error in raised:
+def _raise_first(strategy: Strategy, meeting: Meeting, errors: list[tuple[int, BaseException]]) -> None:
+    for index, error in errors:
         if not isinstance(error, Stopped):
             error.add_note(
                 f"Raised in replica {strategy.replica_id(index)} of {strategy.num_replicas_in_sync} "
                 f"({strategy.devices[index]})."
             )
             raise error
-    raise meeting.error or raised[0][1]
+    if errors:
+        raise meeting.error or errors[0][1]
 
 
 def creation_key() -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,15 @@ Gradients = list[torch.Tensor | None]
 Apply = Callable[..., Any]
 
 
+class _ForAll(threading.local):
+    """Whether the calling thread applies gradients for all replicas at once."""
+
+    entered = False
+
+
+_for_all = _ForAll()
+
+
 def apply(optimizer: Any, original: Apply, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
     """Stands in for every optimizer's `apply`.
 
@@ -25,6 +35,8 @@ def apply(optimizer: Any, original: Apply, grads: Sequence[Any], variables: Sequ
     gradients, and only then lets Keras clip, decay and apply them.
     """
     replica = context.running_replica()
+    if _for_all.entered:
+        return original(grads, variables)
     if replica is None or replica.state is None:
         _refuse_across_replicas(optimizer, variables)
         return original(grads, variables)
@@ -81,9 +93,13 @@ def _apply_once(
         targets = variables or optimizer._trainable_variables
         summed = sum_gradients(replica, lists, targets)[0]
         device = replica.strategy.parameter_device.torch_device
-        with torch.no_grad():
-            result = original([None if grad is None else grad.to(device) for grad in summed], variables)
-        return [result] * len(lists)
+        moved = [None if grad is None else grad.to(device) for grad in summed]
+        _for_all.entered = True
+        try:
+            with torch.no_grad():
+                return [original(moved, variables)] * len(lists)
+        finally:
+            _for_all.entered = False
 
     return replica.meet_across(name, [_detached(grad) for grad in grads], act)
 

@@ -17,7 +17,7 @@ import keras
 import torch
 
 from keras_distrib import context, keras_seam
-from keras_distrib.data.split import split_batch
+from keras_distrib.data.split import count_rows, split_batch
 from keras_distrib.replicas.state import current_state
 from keras_distrib.strategy import Strategy
 from keras_distrib.training import losses, ownership
@@ -200,6 +200,7 @@ class DistributedTrainer(keras_seam.Trainer):
             return
         if data_batch is not None:
             data_batch = keras.tree.map_structure(_as_tensor, data_batch)
+            count_rows(data_batch)
         super()._symbolic_build(iterator, data_batch)
         ownership.check_model(self, self._distribute_strategy)
         self._announce(getattr(getattr(iterator, "data_adapter", None), "batch_size", None))
