@@ -1,0 +1,46 @@
+"""Each example runs as its docstring says, on two logical CPUs."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run_example(name, *arguments, cwd):
+    env = {key: value for key, value in os.environ.items() if key != "KERAS_DISTRIB_LOGICAL_DEVICES"}
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_mirrored_digits(tmp_path):
+    pytest.importorskip("sklearn", reason="the extra `examples` is not installed")
+    pytest.importorskip("matplotlib", reason="the extra `examples` is not installed")
+    out = run_example("mirrored_digits.py", "--plot", "digits.png", cwd=tmp_path)
+    assert "MirroredStrategy: 2 replicas (cpu:0, cpu:1), global batch 64, per replica 32" in out
+    accuracy = float(re.search(r"test accuracy on 2 replicas: (\S+)", out)[1])
+    assert accuracy >= 0.97
+    assert (tmp_path / "digits.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_custom_loop(tmp_path):
+    out = run_example("custom_loop.py", cwd=tmp_path)
+    assert "2 replicas, global batch 128" in out
+    losses = [float(value) for value in re.findall(r"epoch \d: loss (\S+),", out)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] / 2
+    assert float(re.findall(r"accuracy (\S+)", out)[-1]) > 0.95
