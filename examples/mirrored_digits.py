@@ -55,20 +55,18 @@ def plot(path, history, images, labels, predicted):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure = plt.figure(figsize=(9, 5))
-    for column, name in enumerate(("loss", "accuracy")):
-        axes = figure.add_subplot(2, 2, column + 1)
+    figure = plt.figure(figsize=(9, 5), layout="constrained")
+    curves, samples = figure.subfigures(2, 1, height_ratios=[3, 1])
+    for axes, name in zip(curves.subplots(1, 2), ("loss", "accuracy"), strict=True):
         axes.plot(history[name], label="train")
         axes.plot(history[f"val_{name}"], label="test")
         axes.set_xlabel("epoch")
         axes.set_ylabel(name)
         axes.legend()
-    for index in range(10):
-        axes = figure.add_subplot(2, 10, 11 + index)
+    for index, axes in enumerate(samples.subplots(1, 10)):
         axes.imshow(images[index, ..., 0], cmap="gray_r")
         axes.set_title(f"{predicted[index]}", color="green" if predicted[index] == labels[index] else "red")
         axes.set_axis_off()
-    figure.tight_layout()
     figure.savefig(path)
 
 
