@@ -23,13 +23,18 @@ def install() -> None:
             apply=optimizer.apply,
             maybe_build=_maybe_build,
             reduce_loss=losses.reduce_weighted_values,
-            unscale_loss=losses.unscale_loss,
             loss_call=losses.call_loss,
+            scalar_weight=_scalar_weight,
             layer_losses=_layer_losses,
             fold_seed=fold_replica_into,
             outside_strategies=context.outside_strategies,
         )
     )
+
+
+def _scalar_weight() -> float | None:
+    state = current_state()
+    return state.share if state is not None and state.averages_gradients and state.num_active > 1 else None
 
 
 def _layer_losses(layer: Any) -> list[Any] | None:

@@ -118,8 +118,9 @@ class Hooks:
         maybe_build: `(layer, original)` in place of building an unbuilt layer.
         reduce_loss: `(values, sample_weight, mask, reduction, dtype)` in place of
             `reduce_weighted_values`.
-        unscale_loss: `(value)` in place of `unscale_loss_for_distribution`.
         loss_call: `(loss, original)` around a `Loss` object's call.
+        scalar_weight: the weight in a `Mean` or `Sum` metric of a scalar that a
+            step gives without one; None leaves it to Keras.
         layer_losses: the list that holds a layer's `add_loss` values in the
             calling replica, or None outside of one.
         fold_seed: `(seed)` to this replica's own seed.
@@ -132,8 +133,8 @@ class Hooks:
     apply: Callable[[Any, Callable[..., Any], Any, Any], Any]
     maybe_build: Callable[[Any, Callable[[], None]], None]
     reduce_loss: Callable[..., Any]
-    unscale_loss: Callable[[Any], Any]
     loss_call: Callable[[Any, Callable[[], Any]], Any]
+    scalar_weight: Callable[[], float | None]
     layer_losses: Callable[[Any], list[Any] | None]
     fold_seed: Callable[[Any], Any]
     outside_strategies: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -154,6 +155,7 @@ def install(hooks: Hooks) -> None:
         _install_optimizers(hooks)
         _install_layers(hooks)
         _install_losses(hooks)
+        _install_metrics(hooks)
         _install_seeds(hooks)
         _installed = True
 
@@ -275,8 +277,24 @@ def _install_losses(hooks: Hooks) -> None:
 
     _loss_module.reduce_weighted_values = reduce_weighted_values
     _loss_module.Loss.__call__ = call
-    # Called for the logged loss of each output, where the global value is wanted.
-    _loss_module.unscale_loss_for_distribution = hooks.unscale_loss
+
+
+def _install_metrics(hooks: Hooks) -> None:
+    # A scalar that a step gives to a metric, such as its loss, is one number of one
+    # step on one device; each replica's counts by its share of the step.
+    def wrap(cls: type) -> None:
+        original = cls.update_state  # type: ignore[attr-defined]
+
+        @functools.wraps(original)
+        def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+            if sample_weight is None and len(getattr(values, "shape", ())) == 0:
+                sample_weight = hooks.scalar_weight()
+            return original(self, values, sample_weight)
+
+        cls.update_state = update_state  # type: ignore[attr-defined]
+
+    wrap(keras.metrics.Mean)
+    wrap(keras.metrics.Sum)
 
 
 def _install_seeds(hooks: Hooks) -> None:

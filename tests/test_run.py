@@ -251,6 +251,11 @@ class TestFailures:
         try:
             assert two.run(torch.get_num_threads) == 2
             assert torch.get_num_threads() == 4
+            seen = []
+            thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+            thread.start()
+            thread.join(timeout=10)
+            assert seen == [4]  # and so do threads to come
             torch.set_num_threads(6)
             assert two.run(torch.get_num_threads) == 3
         finally:

@@ -208,7 +208,7 @@ def test_fit_says_once_what_it_runs_on(two, capsys):
     out = capsys.readouterr().out
     assert out.count("MirroredStrategy: 2 replicas (cpu:0, cpu:1), global batch 9, per replica 5") == 1
     assert out.count("Epoch 2/2") == 1
-    model.fit(Batches(), epochs=1, verbose=2)
+    model.fit(Batches(), epochs=1, shuffle=False, verbose=2)
     out = capsys.readouterr().out
     assert out.count("MirroredStrategy: 2 replicas (cpu:0, cpu:1), global batch 6, per replica 3") == 1
     model.fit(X, Y, verbose=0)
@@ -377,3 +377,91 @@ def test_fit_twice_and_two_strategies_after_one_another():
         model = made(strategy, sequential)
         model.fit(X, Y, verbose=0)
         model.fit(X, Y, verbose=0)
+
+
+class TestStepsWrittenAsForOneDevice:
+    """In `fit` a user's step sees its own rows; what it computes is averaged by the shares."""
+
+    @staticmethod
+    def both(strategy, build):
+        model, other = made(None, build), made(strategy, build)
+        options = {"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model, other, model.fit(X, Y, **options).history, other.fit(X, Y, **options).history
+
+    def test_a_loss_of_plain_torch_operations(self, mirrored):
+        class Custom(keras.Model):
+            def __init__(self):
+                super().__init__()
+                self.dense = keras.layers.Dense(3)
+                self.mean = keras.metrics.Mean(name="loss")
+
+            def call(self, x):
+                return self.dense(x)
+
+            @property
+            def metrics(self):
+                return [self.mean]
+
+            def train_step(self, data):
+                x, y = data
+                self.zero_grad()
+                loss = torch.nn.functional.cross_entropy(self(x, training=True), y)
+                loss.backward()
+                weights = list(self.trainable_weights)
+                with torch.no_grad():
+                    self.optimizer.apply([v.value.grad for v in weights], weights)
+                self.mean.update_state(loss)
+                return {"loss": self.mean.result()}
+
+        def build():
+            model = Custom()
+            model.compile(keras.optimizers.Adam(0.05))
+            return model
+
+        model, other, own, its = self.both(mirrored, build)
+        assert_weights_close(model, other)
+        np.testing.assert_allclose(its["loss"], own["loss"], rtol=1e-5)
+
+    def test_a_compute_loss_of_ones_own(self, mirrored):
+        class Custom(keras.Sequential):
+            def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+                loss = super().compute_loss(x, y, y_pred, sample_weight, training)
+                return loss + 0.1 * y_pred.square().mean()
+
+        def build():
+            return compiled(Custom([keras.layers.Input((6,)), keras.layers.Dense(3, kernel_regularizer="l2")]))
+
+        model, other, own, its = self.both(mirrored, build)
+        assert_weights_close(model, other)
+        np.testing.assert_allclose(its["loss"], own["loss"], rtol=1e-5)
+
+    def test_a_compute_metrics_of_ones_own(self, mirrored):
+        class Custom(keras.Sequential):
+            def compute_metrics(self, x, y, y_pred, sample_weight=None):
+                logs = super().compute_metrics(x, y, y_pred, sample_weight)
+                logs["largest"] = y_pred.mean()
+                return logs
+
+        def build():
+            return compiled(Custom([keras.layers.Input((6,)), keras.layers.Dense(3)]))
+
+        model, other, own, its = self.both(mirrored, build)
+        assert set(its) == {"loss", "accuracy", "largest"}
+        for name, values in own.items():
+            np.testing.assert_allclose(its[name], values, rtol=1e-5, err_msg=name)
+        assert_weights_close(model, other)
+
+    def test_super_train_step(self, mirrored):
+        class Custom(keras.Sequential):
+            def train_step(self, data):
+                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+                logs = super().train_step((2 * x, y, sample_weight))
+                return {**logs, "rows": y.float().mean()}
+
+        def build():
+            return compiled(Custom([keras.layers.Input((6,)), keras.layers.Dense(3)]))
+
+        model, other, own, its = self.both(mirrored, build)
+        for name, values in own.items():
+            np.testing.assert_allclose(its[name], values, rtol=1e-5, err_msg=name)
+        assert_weights_close(model, other)

@@ -67,7 +67,7 @@ def reduce_lists(op: ReduceOp, lists: Sequence[Sequence[torch.Tensor]]) -> list[
         moved = [tensor.to(total.device) for tensor, total in zip(tensors, totals, strict=True)]
         totals = _add(totals, moved)
     if op is ReduceOp.MEAN:
-        totals = [_mean(total, len(lists)) for total in totals]
+        totals = _divided(totals, len(lists))
     return spread(totals, lists)
 
 
@@ -84,10 +84,12 @@ def _add(totals: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.
     return list(torch._foreach_add(totals, tensors))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _mean(total: torch.Tensor, count: int) -> torch.Tensor:
-    if not (total.is_floating_point() or total.is_complex()):
-        total = total.to(torch.float64)
-    return total / count
+def _divided(totals: list[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """The mean of integers is float64."""
+    exact = [t if t.is_floating_point() or t.is_complex() else t.to(torch.float64) for t in totals]
+    if not exact or any(tensor.is_sparse for tensor in exact):
+        return [tensor / count for tensor in exact]
+    return list(torch._foreach_div(exact, count))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _check_alike(lists: Sequence[Sequence[torch.Tensor]]) -> None:

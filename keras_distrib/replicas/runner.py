@@ -137,14 +137,13 @@ def _run_in_threads(strategy: Strategy, caller: CallerState, meeting: Meeting, j
     try:
         for index, (replica, state, call) in jobs.items():
             pool.submit(index, _job(caller, meeting, outcomes, replica, state, call, threads))
-        # Replica threads set their own share of the cores; torch also keeps a
-        # process-wide default for new threads, which stays the caller's.
         outcomes.wait(meeting)
-        if torch.get_num_threads() != caller.threads:
-            torch.set_num_threads(caller.threads)
-    except BaseException:
+    except BaseException as error:
+        meeting.stop(error)
         pool.close()  # a thread may still be busy: do not lend it out again
         raise
+    finally:
+        _restore_threads(caller.threads)
     strategy.pools.give_back(pool)
     _raise_first(strategy, meeting, outcomes.errors())
     return outcomes.results()
@@ -164,9 +163,7 @@ def _job(
     def job() -> None:
         result, error = None, None
         try:
-            if _intra_op_threads.count != threads:
-                torch.set_num_threads(threads)
-                _intra_op_threads.count = threads
+            _set_threads(threads)
             with caller.entered(replica, state, ReplicaSeeds(caller.seeds, state.replica_id)):
                 result = variables.run(call)
         except BaseException as raised:  # noqa: BLE001 - handed to the caller, whatever it is
@@ -183,6 +180,22 @@ class _IntraOpThreads(threading.local):
 
 
 _intra_op_threads = _IntraOpThreads()
+_process_default_changed = threading.Event()
+
+
+def _set_threads(count: int) -> None:
+    """Gives the calling replica's thread its share of the cores."""
+    if _intra_op_threads.count != count:
+        torch.set_num_threads(count)
+        _intra_op_threads.count = count
+        _process_default_changed.set()
+
+
+def _restore_threads(count: int) -> None:
+    """Undoes the other half of what torch sets: the default of threads to come."""
+    if _process_default_changed.is_set():
+        _process_default_changed.clear()
+        torch.set_num_threads(count)
 
 
 class _Outcomes:

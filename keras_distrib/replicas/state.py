@@ -39,6 +39,10 @@ class ReplicaState(keras_seam.StatelessScope):
         share: its part of a mean over the whole batch: rows / global_rows, or
             one part of the replicas that run where rows are unknown.
         num_active: how many replicas run this step.
+        averages_gradients: whether the step is written as for one device, with
+            losses that are means over its own rows: gradients are then averaged
+            by the shares, instead of losses scaled and gradients summed. So it
+            is in `Model.fit`.
         in_update: whether an optimizer is applying reduced gradients, so that
             writes stay on this replica.
     """
@@ -60,6 +64,7 @@ class ReplicaState(keras_seam.StatelessScope):
         self.rows = rows
         self.global_rows = global_rows
         self.share = rows / global_rows if rows is not None and global_rows else 1.0 / num_active
+        self.averages_gradients = False
         self.in_update = False
         self.loss_is_builtin = False
         self._losses_by_layer: dict[int, list[torch.Tensor]] = {}

@@ -1,10 +1,15 @@
-"""Losses whose sum over replicas is the loss of the whole batch.
+"""Losses of a replica's rows that together are the loss of the whole batch.
 
-A mean over a batch is (sum over rows) / (rows of the whole batch). Each replica
-computes its part of the sum over the global denominator; the parts, and so the
-gradients, then add up to the one-device value. Where the denominator is not the
+A mean over a batch is (sum over rows) / (rows of the whole batch). A replica's
+*part* of it is its own sum over the global denominator: the parts, and so their
+gradients, add up to the one-device value. Where the denominator is not the
 number of rows (valid entries of a mask, a sum of weights, what a user's loss
 returns), the replicas add up theirs, once per loss.
+
+In a loop of one's own a `Loss` object returns the part, and gradients are summed.
+In `Model.fit` it returns part / share, for an unmasked mean the mean over the
+replica's own rows, and gradients are averaged by the shares: a step that is
+written as for one device is then right as it stands.
 """
 
 from __future__ import annotations
@@ -49,7 +54,8 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         dtype: what to compute in.
 
     Returns:
-        This replica's part: the sum over replicas is what one device returns.
+        This replica's part of what one device returns, or part / share; see the
+        module's docstring.
     """
 
     def keras_own() -> Any:
@@ -58,16 +64,20 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         )
 
     state, replica = current_state(), context.running_replica()
-    if state is None or replica is None or state.num_active == 1 or reduction not in _MEANS:
+    if state is None or replica is None or state.num_active == 1:
         return keras_own()
+    if reduction not in _MEANS:
+        summed = reduction == "sum" and state.averages_gradients
+        return keras_own() / state.share if summed else keras_own()
     values = ops.convert_to_tensor(values, dtype=dtype)
     by_rows = mask is None and (sample_weight is None or reduction != "mean_with_sample_weight")
     if values.ndim == 0 or state.rows is None or (by_rows and state.loss_is_builtin):
-        return keras_own() * state.share
-    return _mean_over_replicas(replica, values, sample_weight, mask, reduction, dtype)
+        return keras_own() if state.averages_gradients else keras_own() * state.share
+    part = _part_of_mean(replica, values, sample_weight, mask, reduction, dtype)
+    return part / state.share if state.averages_gradients else part
 
 
-def _mean_over_replicas(
+def _part_of_mean(
     replica: ReplicaContext, values: torch.Tensor, sample_weight: Any, mask: Any, reduction: str, dtype: Any
 ) -> torch.Tensor:
     if sample_weight is not None:
@@ -100,14 +110,6 @@ def _add_up(replica: ReplicaContext, numbers: Sequence[Any], like: torch.Tensor)
 
     own = [n.detach().cpu() if isinstance(n, torch.Tensor) else torch.tensor(n, dtype=torch.float64) for n in numbers]
     return [total.to(like.device, like.dtype) for total in replica.meet("the denominator of a loss", own, act)]
-
-
-def unscale_loss(value: Any) -> Any:
-    """Of a replica's part of the loss, the value whose row-weighted mean is the loss."""
-    state = current_state()
-    if state is None or state.num_active == 1:
-        return value
-    return value / state.share
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:

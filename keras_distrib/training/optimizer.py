@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,12 +55,12 @@ def _apply_everywhere(
 ) -> Any:
     """Every replica updates its own components with the same summed gradients."""
 
-    def act(lists: list[Gradients]) -> list[Gradients]:
+    def act(contributions: list[Contribution]) -> list[Gradients]:
         _build(optimizer, variables)
-        return sum_gradients(replica, lists, variables or optimizer._trainable_variables)
+        return sum_gradients(replica, contributions, variables or optimizer._trainable_variables)
 
     state = replica.run_state
-    summed = replica.meet_across(name, [_detached(grad) for grad in grads], act)
+    summed = replica.meet_across(name, Contribution.of(state, grads), act)
     with torch.no_grad():
         with state.updating():
             result = original(summed, variables)
@@ -88,47 +88,61 @@ def _apply_once(
 ) -> Any:
     """One replica's thread updates the variables that all of them share."""
 
-    def act(lists: list[Gradients]) -> list[Any]:
+    def act(contributions: list[Contribution]) -> list[Any]:
         _build(optimizer, variables)
         targets = variables or optimizer._trainable_variables
-        summed = sum_gradients(replica, lists, targets)[0]
+        summed = sum_gradients(replica, contributions, targets)[0]
         device = replica.strategy.parameter_device.torch_device
         moved = [None if grad is None else grad.to(device) for grad in summed]
         _for_all.entered = True
         try:
             with torch.no_grad():
-                return [original(moved, variables)] * len(lists)
+                return [original(moved, variables)] * len(contributions)
         finally:
             _for_all.entered = False
 
-    return replica.meet_across(name, [_detached(grad) for grad in grads], act)
+    return replica.meet_across(name, Contribution.of(replica.run_state, grads), act)
 
 
-def sum_gradients(replica: ReplicaContext, lists: list[Gradients], variables: Sequence[Any]) -> list[Gradients]:
+class Contribution(NamedTuple):
+    """One replica's gradients, and what they count in the sum."""
+
+    gradients: Gradients
+    weight: float
+
+    @classmethod
+    def of(cls, state: ReplicaState, grads: Gradients) -> Contribution:
+        weight = state.share if state.averages_gradients and state.num_active > 1 else 1.0
+        return cls([_detached(grad) for grad in grads], weight)
+
+
+def sum_gradients(
+    replica: ReplicaContext, contributions: list[Contribution], variables: Sequence[Any]
+) -> list[Gradients]:
     """Sums gradients over replicas, position by position.
 
     Args:
         replica: one of the replicas that run; says how.
-        lists: each running replica's gradients; None where a loss does not depend on a
-            variable there.
+        contributions: each running replica's gradients and their weight; None
+            where a loss does not depend on a variable there.
         variables: what the gradients belong to.
 
     Returns:
         For each replica the sums; None where no replica has a gradient, and the
         first replica's where the gradient is to overwrite the variable.
     """
-    lengths = [len(grads) for grads in lists]
+    lengths = [len(contribution.gradients) for contribution in contributions]
     if len(set(lengths)) > 1:
         raise ValueError(
             f"All replicas must apply the same number of gradients. Received: gradients by replica={lengths}"
         )
-    if len(lists) == 1:
-        return lists
-    results = [list(lists[0]) for _ in lists]
+    if len(contributions) == 1:
+        return [contributions[0].gradients]
     devices = [replica.strategy.devices[index].torch_device for index in replica.participants]
+    results: list[Gradients] = [[None] * lengths[0] for _ in contributions]
     positions, columns = [], []
     for position in range(lengths[0]):
-        column = [grads[position] for grads in lists]
+        column = [contribution.gradients[position] for contribution in contributions]
         present = [grad for grad in column if grad is not None]
         variable = variables[position] if position < len(variables) else None
         if not present or getattr(variable, "overwrite_with_gradient", False):
@@ -138,12 +152,32 @@ def sum_gradients(replica: ReplicaContext, lists: list[Gradients], variables: Se
         pairs = zip(column, devices, strict=True)
         columns.append([torch.zeros_like(present[0], device=d) if grad is None else grad for grad, d in pairs])
         positions.append(position)
+    if not columns:
+        return results
     tensors = [list(own) for own in zip(*columns, strict=True)]
-    reduced = replica.strategy.cross_device_ops.all_reduce(ReduceOp.SUM, tensors) if tensors else []
-    for result, sums in zip(results, reduced, strict=False):
+    weights = [contribution.weight for contribution in contributions]
+    for result, sums in zip(results, _weighted_sum(replica.strategy, tensors, weights), strict=True):
         for position, total in zip(positions, sums, strict=True):
             result[position] = total
     return results
+
+
+def _weighted_sum(
+    strategy: Strategy, tensors: list[list[torch.Tensor]], weights: Sequence[float]
+) -> list[list[torch.Tensor]]:
+    """Each list times its weight, summed over the lists."""
+    ops = strategy.cross_device_ops
+    if all(weight == 1.0 for weight in weights):
+        return ops.all_reduce(ReduceOp.SUM, tensors)
+    if all(weight == weights[0] for weight in weights):  # equal shares
+        return ops.all_reduce(ReduceOp.MEAN, tensors)
+    return ops.all_reduce(ReduceOp.SUM, [_scaled(own, weight) for own, weight in zip(tensors, weights, strict=True)])
+
+
+def _scaled(tensors: list[torch.Tensor], weight: float) -> list[torch.Tensor]:
+    if any(tensor.is_sparse for tensor in tensors):
+        return [tensor * weight for tensor in tensors]
+    return list(torch._foreach_mul(tensors, weight))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _detached(grad: Any) -> torch.Tensor | None:

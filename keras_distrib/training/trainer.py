@@ -9,6 +9,8 @@ sums them; metric state is each replica's own and is added up when read.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +22,7 @@ from keras_distrib import context, keras_seam
 from keras_distrib.data.split import count_rows, split_batch
 from keras_distrib.replicas.state import current_state
 from keras_distrib.strategy import Strategy
-from keras_distrib.training import losses, ownership
+from keras_distrib.training import ownership
 from keras_distrib.values import DistributedValues, map_structure
 
 Logs = dict[str, Any]
@@ -60,7 +62,7 @@ class DistributedTrainer(keras_seam.Trainer):
         y_pred = self(x, training=training) if self._call_has_training_arg else self(x)
         loss = self._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         rows = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0]
-        self._loss_tracker.update_state(losses.unscale_loss(loss.detach()), sample_weight=rows)
+        self._loss_tracker.update_state(loss.detach(), sample_weight=rows)
         return (x, y, y_pred, sample_weight), loss
 
     def _forward_backward(self, data: Any) -> tuple[Any, Any, Any, Any]:
@@ -82,13 +84,6 @@ class DistributedTrainer(keras_seam.Trainer):
             return
         for variable in self.trainable_variables:
             variable.value.grad = None
-
-    def _aggregate_additional_loss(self, loss: Any) -> Any:
-        # Regularizers are the same on each replica, and activity losses are means over its
-        # rows: both count by the replica's share.
-        state = current_state()
-        total = super()._aggregate_additional_loss(loss)
-        return total if state is None or state.num_active == 1 else total * state.share
 
     # The functions that `fit`, `evaluate` and `predict` call with each batch.
 
@@ -130,68 +125,75 @@ class DistributedTrainer(keras_seam.Trainer):
         def run(data: Any) -> None:
             _, y, y_pred, sample_weight = step(data)
             if self._compile_metrics is not None:
-                self._compile_metrics.update_state(y, y_pred, sample_weight)
+                with torch.no_grad():
+                    self._compile_metrics.update_state(y, y_pred, sample_weight)
 
         return run
 
-    def _function(self, step: Callable[[Any], Any], combine: Callable[[Any, Any], Any]) -> Callable[[list[Any]], Any]:
+    def _function(self, step: Callable[[Any], Any], combine: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
         strategy = self.distribute_strategy
+
+        def replica_step(data: Any) -> Any:
+            state = current_state()
+            if state is not None:
+                state.averages_gradients = True
+            return step(data)
 
         def function(data: list[Any]) -> Any:
             results = []
             for batch in data:
                 parts, rows = split_batch(batch, strategy.devices)
                 self._announce(rows)
-                results.append(combine(strategy.run(step, args=(parts,)), parts))
+                results.append(combine(strategy.run(replica_step, args=(parts,))))
             if len(results) == 1 or combine == self._combined_logs:
                 return results[-1]
             return keras.tree.map_structure(lambda *parts: torch.cat(parts), *results)
 
         return function
 
-    def _combined_logs(self, result: Any, parts: Any) -> Logs:
+    def _combined_logs(self, result: Any) -> Logs:
         """The logs of one step: metrics' global results, and what else the step returned."""
-        del parts
         metrics = self.get_metrics_result()
         if not isinstance(result, dict):
             return metrics if result is None else result
         return {name: metrics[name] if name in metrics else _row_mean(value) for name, value in result.items()}
 
-    def _joined_outputs(self, result: Any, parts: Any) -> Any:
-        del parts
+    def _joined_outputs(self, result: Any) -> Any:
         strategy = self.distribute_strategy
         return map_structure(lambda leaf: strategy.gather(leaf, axis=0), result)
 
     # Keras' entry points, in the strategy's scope.
 
+    @functools.wraps(keras_seam.Trainer.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_strategy("fit"):
-            verbose = kwargs.get("verbose", args[4] if len(args) > 4 else "auto")
-            object.__setattr__(self, "_announcing", verbose in ("auto", 1, 2) and verbose is not False)
+            arguments = inspect.signature(keras_seam.Trainer.fit).bind(self, *args, **kwargs).arguments
+            object.__setattr__(self, "_announcing", arguments.get("verbose", "auto") in ("auto", 1, 2))
             return super().fit(*args, **kwargs)
 
+    @functools.wraps(keras_seam.Trainer.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("evaluate"):
-            self._synchronize_state()
+        with self._on_strategy("evaluate", synchronize=True):
             return super().evaluate(*args, **kwargs)
 
+    @functools.wraps(keras_seam.Trainer.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("predict"):
-            self._synchronize_state()
+        with self._on_strategy("predict", synchronize=True):
             return super().predict(*args, **kwargs)
 
+    @functools.wraps(keras_seam.Trainer.train_on_batch)
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_strategy("train_on_batch"):
             return super().train_on_batch(*args, **kwargs)
 
+    @functools.wraps(keras_seam.Trainer.test_on_batch)
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("test_on_batch"):
-            self._synchronize_state()
+        with self._on_strategy("test_on_batch", synchronize=True):
             return super().test_on_batch(*args, **kwargs)
 
+    @functools.wraps(keras_seam.Trainer.predict_on_batch)
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("predict_on_batch"):
-            self._synchronize_state()
+        with self._on_strategy("predict_on_batch", synchronize=True):
             return super().predict_on_batch(*args, **kwargs)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
@@ -212,7 +214,12 @@ class DistributedTrainer(keras_seam.Trainer):
         return keras_seam.BaseTrainer.get_metrics_result(self)
 
     @contextlib.contextmanager
-    def _on_strategy(self, method: str) -> Iterator[None]:
+    def _on_strategy(self, method: str, synchronize: bool = False) -> Iterator[None]:
+        """In the scope of the model's strategy, after a check that it owns the model.
+
+        `synchronize` gives every replica the state that reading the model gives, so
+        that all of them evaluate with the same.
+        """
         strategy = self._distribute_strategy
         if strategy is None:
             if context.has_strategy():
@@ -222,14 +229,10 @@ class DistributedTrainer(keras_seam.Trainer):
         # Keras reads batches and results on the CPU here; replicas have their own devices.
         with strategy.scope(), keras_seam.device("cpu"):
             ownership.check_model(self, strategy)
+            if synchronize:
+                for variable in self.non_trainable_variables:
+                    variable.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
             yield
-
-    def _synchronize_state(self) -> None:
-        """Evaluates with the state that reading gives, on every replica."""
-        if self._distribute_strategy is not None:
-            for variable in self.non_trainable_variables:
-                if hasattr(variable, "synchronize"):
-                    variable.synchronize()
 
     def _announce(self, batch_size: int | None) -> None:
         strategy = self._distribute_strategy
