@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from keras_distrib import context, keras_seam
 from keras_distrib.replicas.random_streams import fold_replica_into
-from keras_distrib.replicas.state import current_state
-from keras_distrib.training import losses, optimizer
+from keras_distrib.replicas.state import ReplicaState, current_state
+from keras_distrib.replicas.torch_modules import module_of
+from keras_distrib.training import losses, normalization, optimizer
 from keras_distrib.training.trainer import DistributedTrainer, compile_model
 from keras_distrib.variables import new_variable
 
@@ -25,6 +28,10 @@ def install() -> None:
             reduce_loss=losses.reduce_weighted_values,
             loss_call=losses.call_loss,
             scalar_weight=_scalar_weight,
+            moments=normalization.moments,
+            call_torch_module=_call_torch_module,
+            layer_attributes=_layer_attributes,
+            dropout_generator=_dropout_generator,
             layer_losses=_layer_losses,
             fold_seed=fold_replica_into,
             outside_strategies=context.outside_strategies,
@@ -35,6 +42,36 @@ def install() -> None:
 def _scalar_weight() -> float | None:
     state = current_state()
     return state.share if state is not None and state.averages_gradients and state.num_active > 1 else None
+
+
+def _call_torch_module(
+    wrapper: Any, original: Callable[[], Any], args: tuple[Any, ...], training: Any, kwargs: dict[str, Any]
+) -> Any:
+    state = _state_of_several()
+    module = None if state is None else module_of(wrapper, state)
+    if module is None:
+        return original()
+    module.train(training is not False)
+    return module(*args, **kwargs)
+
+
+def _layer_attributes() -> dict[tuple[int, str], Any] | None:
+    state = current_state()
+    return None if state is None else state.layer_attributes()
+
+
+def _dropout_generator(device: torch.device) -> torch.Generator | None:
+    replica = context.running_replica()
+    if _state_of_several() is None or replica is None:
+        return None
+    return replica.seeds.generator(device)
+
+
+def _state_of_several() -> ReplicaState | None:
+    """The state of the replica that runs, if its strategy has others too."""
+    state, replica = current_state(), context.running_replica()
+    several = replica is not None and replica.strategy.num_local_replicas > 1
+    return state if several else None
 
 
 def _layer_losses(layer: Any) -> list[Any] | None:

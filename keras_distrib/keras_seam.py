@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,22 +41,29 @@ if keras.backend.backend() != "torch":
         + HOW_TO_SET_BACKEND
     )
 
-from keras.src import backend as _backend  # noqa: E402
-from keras.src.backend.common import global_state as _global_state  # noqa: E402
-from keras.src.backend.common.stateless_scope import get_stateless_scope  # noqa: E402
-from keras.src.backend.torch import trainer as _torch_trainer  # noqa: E402
-from keras.src.layers.layer import Layer as _Layer  # noqa: E402
-from keras.src.losses import loss as _loss_module  # noqa: E402
-from keras.src.losses.losses import LossFunctionWrapper as _LossFunctionWrapper  # noqa: E402
-from keras.src.models import model as _model_module  # noqa: E402
-from keras.src.optimizers.base_optimizer import BaseOptimizer  # noqa: E402
-from keras.src.random import seed_generator as _seed_module  # noqa: E402
-from keras.src.trainers import trainer as _base_trainer  # noqa: E402
-from keras.src.trainers.data_adapters.data_adapter_utils import (  # noqa: E402
+from keras.src import backend as _backend
+from keras.src.backend.common import global_state as _global_state
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.backend.torch import (
+    random as _random_module,
+    trainer as _torch_trainer,
+)
+from keras.src.layers.layer import Layer as _Layer
+from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell as _DropoutRNNCell
+from keras.src.losses import loss as _loss_module
+from keras.src.losses.losses import LossFunctionWrapper as _LossFunctionWrapper
+from keras.src.models import model as _model_module
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random import seed_generator as _seed_module
+from keras.src.trainers import trainer as _base_trainer
+from keras.src.trainers.data_adapters.data_adapter_utils import (
     class_weight_to_sample_weights,
     unpack_x_y_sample_weight,
 )
-from keras.src.utils import io_utils as _io_utils  # noqa: E402
+from keras.src.utils import (
+    io_utils as _io_utils,
+    torch_utils as _torch_utils,
+)
 
 try:  # Keras 3.16 moved the backend's tensor functions
     from keras.src.backend.torch.ops import core as _torch_core
@@ -72,6 +80,7 @@ __all__ = [
     "class_weight_to_sample_weights",
     "convert_to_tensor",
     "device",
+    "epsilon",
     "get_device",
     "get_stateless_scope",
     "install",
@@ -87,6 +96,7 @@ name_scope = keras.name_scope
 ops: Any = keras.ops
 convert_to_tensor: Callable[..., torch.Tensor] = _torch_core.convert_to_tensor
 get_device = _torch_core.get_device
+epsilon: Callable[[], float] = keras.config.epsilon
 Trainer = getattr(_torch_trainer, "TorchTrainer", None) or _torch_trainer.Trainer  # renamed in Keras 3.16
 BaseTrainer = getattr(_base_trainer, "BaseTrainer", None) or _base_trainer.Trainer  # renamed in Keras 3.16
 
@@ -121,6 +131,14 @@ class Hooks:
         loss_call: `(loss, original)` around a `Loss` object's call.
         scalar_weight: the weight in a `Mean` or `Sum` metric of a scalar that a
             step gives without one; None leaves it to Keras.
+        moments: `(layer, original, inputs, mask)` in place of
+            `BatchNormalization._moments`.
+        call_torch_module: `(wrapper, original, args, training, kwargs)` in place
+            of `TorchModuleWrapper.call`.
+        layer_attributes: where a layer's attributes of one call are kept in the
+            calling replica, by layer and name; None outside of one.
+        dropout_generator: the calling replica's generator for unseeded dropout on
+            a device, or None outside of one.
         layer_losses: the list that holds a layer's `add_loss` values in the
             calling replica, or None outside of one.
         fold_seed: `(seed)` to this replica's own seed.
@@ -135,6 +153,10 @@ class Hooks:
     reduce_loss: Callable[..., Any]
     loss_call: Callable[[Any, Callable[[], Any]], Any]
     scalar_weight: Callable[[], float | None]
+    moments: Callable[..., Any]
+    call_torch_module: Callable[..., Any]
+    layer_attributes: Callable[[], dict[tuple[int, str], Any] | None]
+    dropout_generator: Callable[[torch.device], torch.Generator | None]
     layer_losses: Callable[[Any], list[Any] | None]
     fold_seed: Callable[[Any], Any]
     outside_strategies: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -154,6 +176,7 @@ def install(hooks: Hooks) -> None:
         _install_trainer(hooks)
         _install_optimizers(hooks)
         _install_layers(hooks)
+        _install_layers_with_state(hooks)
         _install_losses(hooks)
         _install_metrics(hooks)
         _install_seeds(hooks)
@@ -255,6 +278,91 @@ def _install_layers(hooks: Hooks) -> None:
     _Layer._get_own_losses = get_own_losses
     _Layer._clear_losses = clear_losses
     _Layer._maybe_build = maybe_build
+
+
+def _install_layers_with_state(hooks: Hooks) -> None:
+    # Keras refuses `synchronized=True` on torch; here it means all replicas.
+    norm: Any = keras.layers.BatchNormalization
+    original_init, original_moments = norm.__init__, norm._moments
+
+    signature = inspect.signature(original_init)
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        synchronized = bound.arguments.pop("synchronized", False)
+        original_init(*bound.args, **bound.kwargs)
+        self.synchronized = bool(synchronized)
+
+    init.__signature__ = signature  # Keras reads a layer's arguments from it
+    init.__doc__ = original_init.__doc__
+
+    def moments(self: Any, inputs: Any, mask: Any) -> Any:
+        return hooks.moments(self, functools.partial(original_moments, self, inputs, mask), inputs, mask)
+
+    norm.__init__, norm._moments = init, moments
+
+    # The vector of the power iteration depends on the weights alone.
+    spectral: Any = keras.layers.SpectralNormalization
+    original_build = spectral.build
+
+    @functools.wraps(original_build)
+    def build(self: Any, input_shape: Any) -> None:
+        original_build(self, input_shape)
+        self.vector_u.writes_are_equal = True
+
+    spectral.build = build
+
+    # A torch module holds its parameters itself.
+    wrapper: Any = _torch_utils.TorchModuleWrapper
+    original_call = wrapper.call
+
+    @functools.wraps(original_call)
+    def call(self: Any, *args: Any, training: Any = None, **kwargs: Any) -> Any:
+        original = functools.partial(original_call, self, *args, training=training, **kwargs)
+        return hooks.call_torch_module(self, original, args, training, kwargs)
+
+    wrapper.call = call
+
+    # Recurrent cells keep the masks of one call in attributes of the layer.
+    for name in ("_dropout_mask", "_recurrent_dropout_mask"):
+        setattr(_DropoutRNNCell, name, _replica_attribute(hooks, name))
+
+    # Unseeded dropout draws from torch's one global generator, in whatever order the
+    # threads come; the seeded way repeats.
+    original_dropout = _random_module.dropout
+
+    @functools.wraps(original_dropout)
+    def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+        unseeded = seed is None or (isinstance(seed, _seed_module.SeedGenerator) and seed._initial_seed is None)
+        if noise_shape is None and unseeded and 0.0 < rate < 1.0 and not is_symbolic():
+            inputs = convert_to_tensor(inputs)
+            generator = hooks.dropout_generator(inputs.device)
+            if generator is not None:
+                kept = torch.empty_like(inputs).bernoulli_(1.0 - rate, generator=generator)
+                return inputs * kept.div_(1.0 - rate)
+        return original_dropout(inputs, rate, noise_shape, seed)
+
+    _random_module.dropout = dropout
+
+
+def _replica_attribute(hooks: Hooks, name: str) -> property:
+    """An attribute that each replica has of its own; outside of replicas an ordinary one."""
+
+    def get(self: Any) -> Any:
+        kept = hooks.layer_attributes()
+        try:
+            return self.__dict__[name] if kept is None else kept[(id(self), name)]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def set_(self: Any, value: Any) -> None:
+        kept = hooks.layer_attributes()
+        if kept is None:
+            self.__dict__[name] = value
+        else:
+            kept[(id(self), name)] = value
+
+    return property(get, set_)
 
 
 def _install_losses(hooks: Hooks) -> None:

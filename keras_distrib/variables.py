@@ -48,6 +48,9 @@ class DistributedVariable(keras_seam.Variable):
     Attributes:
         components: one tensor per local replica, in replica order.
         strategy: the `Strategy` in whose scope it was created.
+        writes_are_equal: whether all replicas write the same, so that components
+            stay equal although each replica writes its own. Trainable variables
+            are taken to be so.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +59,7 @@ class DistributedVariable(keras_seam.Variable):
         self._strategy = context.get_strategy()
         self._components: tuple[torch.Tensor, ...] = ()
         self._written: set[int] = set()
+        self.writes_are_equal = False
         with keras_seam.without_replica_scope():
             super().__init__(*args, **kwargs)
 
@@ -127,12 +131,16 @@ class DistributedVariable(keras_seam.Variable):
 
     def write_in_replica(self, state: ReplicaState, value: Any) -> None:
         """What `assign` does in the replica with that state."""
-        if self._stays_local(state):
-            copy_into(self._own_component(state), value)
-            if not state.in_update:
-                self._written.add(state.index)
-        else:
+        if not self._stays_local(state):
             self._write_aggregated("assign", value, self._assign_components)
+            return
+        copy_into(self._own_component(state), value)
+        if state.in_update:
+            return
+        if self.writes_are_equal or self.trainable:
+            self._write_for_absent(state, value)
+        else:
+            self._written.add(state.index)
 
     def read_across_replicas(self) -> torch.Tensor:
         """The one value that stands for all components."""
@@ -219,6 +227,14 @@ class DistributedVariable(keras_seam.Variable):
             delta = self._convert_to_tensor(part, dtype=self._dtype).to(component.device)
             with torch.no_grad():
                 component.add_(delta, alpha=sign)
+
+    def _write_for_absent(self, state: ReplicaState, value: Any) -> None:
+        """What all replicas write alike, the first one writes for those without rows."""
+        replica = context.running_replica()
+        if replica is None or state.index != replica.participants[0]:
+            return
+        for index in set(range(len(self._components))) - set(replica.participants):
+            copy_into(self._components[index], value)
 
     def _write_aggregated(self, name: str, value: Any, write: Any) -> None:
         """Meets the other replicas, aggregates their values, and writes once for all."""

@@ -111,7 +111,7 @@ class _AllReduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *_meet_reduce(ctx.replica, ctx.op, "gradient of all_reduce", gradients)
+        return None, None, *_reduce_gradients(ctx.replica, ctx.op, "all_reduce", gradients)
 
 
 def _meet_reduce(replica: ReplicaContext, op: ReduceOp, name: str, tensors: Tensors) -> Tensors:
@@ -120,6 +120,20 @@ def _meet_reduce(replica: ReplicaContext, op: ReduceOp, name: str, tensors: Tens
             return [tuple(t.clone() for t in result) for result in reduce_lists(op, lists)]
 
     return replica.meet(f"{name}({op.name})", tuple(t.detach() for t in tensors), act)
+
+
+def _reduce_gradients(replica: ReplicaContext, op: ReduceOp, name: str, gradients: Tensors) -> Tensors:
+    """The gradient that reaches a replica through a collective, from all replicas' losses.
+
+    Where gradients are to be averaged by the shares, a replica's loss counts by its
+    share: what goes out is weighted by it, and what comes in is divided by the
+    receiver's, which multiplies its gradients in the end.
+    """
+    share = replica.run_state.share if replica.run_state.averages_gradients else 1.0
+    if share != 1.0:
+        gradients = tuple(gradient * share for gradient in gradients)
+    reduced = _meet_reduce(replica, op, f"gradient of {name}", gradients)
+    return reduced if share == 1.0 else tuple(gradient / share for gradient in reduced)
 
 
 class _AllGather(torch.autograd.Function):
@@ -138,7 +152,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        summed = _meet_reduce(ctx.replica, ReduceOp.SUM, "gradient of all_gather", gradients)
+        summed = _reduce_gradients(ctx.replica, ReduceOp.SUM, "all_gather", gradients)
         parts = zip(summed, ctx.starts, ctx.lengths, strict=True)
         return None, None, *(grad.narrow(ctx.axis, start, length) for grad, start, length in parts)
 

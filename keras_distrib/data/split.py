@@ -85,10 +85,19 @@ def split_batch(batch: Any, devices: tuple[Device, ...]) -> tuple[Any, int]:
     def split(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
             return leaf
-        parts = torch.split(leaf, rows)
+        parts = [_own_version(part) for part in torch.split(leaf, rows)]
         return PerReplica([to_device(part, device) for part, device in zip(parts, devices, strict=True)], rows)
 
     return map_structure(split, batch), total
+
+
+def _own_version(part: torch.Tensor) -> torch.Tensor:
+    """The same storage, but no view: a write into one replica's rows is none into another's.
+
+    torch counts writes by the whole tensor of which parts are views, and refuses
+    to differentiate what was computed from it before.
+    """
+    return part if part.requires_grad else part.data
 
 
 def to_device(tensor: torch.Tensor, device: Device) -> torch.Tensor:

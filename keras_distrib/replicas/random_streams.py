@@ -92,6 +92,7 @@ class ReplicaSeeds:
         self._run = run
         self._replica_id = replica_id
         self._drawn = 0
+        self._generators: dict[torch.device, torch.Generator] = {}
 
     def next(self, ordered: bool = True) -> Any:
         """The next seed of this replica's stream."""
@@ -99,3 +100,12 @@ class ReplicaSeeds:
         seed = fold(fold(self._run.base(), self._replica_id), self._drawn)
         self._drawn += 1
         return _as_seed(seed)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """This replica's torch generator on a device, for this run."""
+        generator = self._generators.get(device)
+        if generator is None:
+            generator = self._generators[device] = torch.Generator(device)
+            first, _ = self.next().tolist()
+            generator.manual_seed(first & _MASK)
+        return generator

@@ -13,16 +13,18 @@ from keras_distrib.values import regroup, select
 
 if TYPE_CHECKING:
     from keras_distrib.replicas.meeting import Meeting
+    from keras_distrib.replicas.random_streams import ReplicaSeeds
     from keras_distrib.replicas.runner import CallerState
     from keras_distrib.replicas.state import ReplicaState
     from keras_distrib.strategy import Strategy
 
 
 class Run(NamedTuple):
-    """What the replicas of one run have in common."""
+    """The run that a replica's context belongs to."""
 
     meeting: Meeting
     caller: CallerState
+    seeds: ReplicaSeeds
 
 
 class ReplicaContext:
@@ -57,10 +59,10 @@ class ReplicaContext:
         self._state: ReplicaState | None = None
         self._run: Run | None = None
 
-    def bind(self, state: ReplicaState, meeting: Meeting, caller: CallerState) -> None:
+    def bind(self, state: ReplicaState, run: Run) -> None:
         """Ties the context to the run it belongs to."""
         self._state = state
-        self._run = Run(meeting, caller)
+        self._run = run
 
     @property
     def strategy(self) -> Strategy:
@@ -113,6 +115,11 @@ class ReplicaContext:
         if self._run is None:
             raise self._not_running()
         return self._run
+
+    @property
+    def seeds(self) -> ReplicaSeeds:
+        """The replica's random streams in this run."""
+        return self.run.seeds
 
     @property
     def devices(self) -> tuple[str, ...]:

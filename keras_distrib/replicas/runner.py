@@ -15,8 +15,9 @@ import torch
 from keras_distrib import context, keras_seam
 from keras_distrib.replicas.meeting import LOG_INTERVAL_S, Meeting, Stopped
 from keras_distrib.replicas.random_streams import ReplicaSeeds, RunSeeds
-from keras_distrib.replicas.replica_context import ReplicaContext
+from keras_distrib.replicas.replica_context import ReplicaContext, Run
 from keras_distrib.replicas.state import ReplicaState
+from keras_distrib.replicas.torch_modules import merge_buffers
 from keras_distrib.values import regroup, row_counts, select
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
             global_rows=None if rows is None else sum(rows),
         )
         replica = ReplicaContext(strategy, state.replica_id)
-        replica.bind(state, meeting, caller)
+        replica.bind(state, Run(meeting, caller, ReplicaSeeds(caller.seeds, state.replica_id)))
         call = _Call(fn, select(index, tuple(args)), select(index, kwargs))
         jobs[index] = (replica, state, call)
     if count == 1:
@@ -117,6 +118,7 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
             return call()
     results = _run_in_threads(strategy, caller, meeting, jobs)
     caller.seeds.keep()
+    merge_buffers([state for _, state, _ in jobs.values()])
     return regroup(results, active, count, rows)
 
 
@@ -164,7 +166,7 @@ def _job(
         result, error = None, None
         try:
             _set_threads(threads)
-            with caller.entered(replica, state, ReplicaSeeds(caller.seeds, state.replica_id)):
+            with caller.entered(replica, state, replica.seeds):
                 result = variables.run(call)
         except BaseException as raised:  # noqa: BLE001 - handed to the caller, whatever it is
             error = raised

@@ -43,6 +43,7 @@ class ReplicaState(keras_seam.StatelessScope):
             losses that are means over its own rows: gradients are then averaged
             by the shares, instead of losses scaled and gradients summed. So it
             is in `Model.fit`.
+        torch_modules: the wrapped torch modules that the step has called.
         in_update: whether an optimizer is applying reduced gradients, so that
             writes stay on this replica.
     """
@@ -67,7 +68,9 @@ class ReplicaState(keras_seam.StatelessScope):
         self.averages_gradients = False
         self.in_update = False
         self.loss_is_builtin = False
+        self.torch_modules: dict[int, Any] = {}
         self._losses_by_layer: dict[int, list[torch.Tensor]] = {}
+        self._layer_attributes: dict[tuple[int, str], Any] = {}
 
     def get_current_value(self, variable: Any) -> torch.Tensor:
         """This replica's tensor of a variable."""
@@ -92,6 +95,10 @@ class ReplicaState(keras_seam.StatelessScope):
     def layer_losses(self, layer: Any) -> list[torch.Tensor]:
         """The `add_loss` values of one layer in this replica's step."""
         return self._losses_by_layer.setdefault(id(layer), [])
+
+    def layer_attributes(self) -> dict[tuple[int, str], Any]:
+        """What layers keep in Python attributes during a call, by layer and name."""
+        return self._layer_attributes
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:

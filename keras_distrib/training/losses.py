@@ -81,7 +81,8 @@ def _part_of_mean(
     replica: ReplicaContext, values: torch.Tensor, sample_weight: Any, mask: Any, reduction: str, dtype: Any
 ) -> torch.Tensor:
     if sample_weight is not None:
-        sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
+        # A copy, since `apply_mask` writes into it.
+        sample_weight = keras_seam.convert_to_tensor(sample_weight, dtype=dtype).clone()
     if mask is not None:
         mask = ops.convert_to_tensor(mask, dtype=dtype)
     weights = keras_seam.apply_mask(sample_weight, mask, dtype=values.dtype, reduction="sum")

@@ -4,132 +4,13 @@ One row of the table is one kind of model, loss or batch. `pytest tests/parity`
 prints each row's worst figure: the difference as a part of what is allowed.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
+from parity.rows import BATCHES, LAYERS, LOSSES, ROWS, X, Y, mlp
 
 import keras_distrib as kd
 from keras_distrib.testing import assert_replicas_agree
-
-RNG = np.random.default_rng(7)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A model, its data, and how they are trained."""
-
-    name: str
-    model: Callable[[], Any]
-    data: Any
-    batch_size: int = 8
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-def normal(*shape):
-    return RNG.normal(size=shape).astype("float32")
-
-
-def classes(rows, count=4):
-    return RNG.integers(0, count, size=(rows,))
-
-
-def mlp(optimizer="adam", **options):
-    def build():
-        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(4)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        made = keras.optimizers.get(optimizer) if isinstance(optimizer, str) else optimizer()
-        model.compile(made, options.get("loss", loss), metrics=options.get("metrics", ["accuracy"]))
-        return model
-
-    return build
-
-
-def convnet():
-    model = keras.Sequential(
-        [
-            keras.layers.Input((8, 8, 1)),
-            keras.layers.Conv2D(4, 3, activation="relu"),
-            keras.layers.MaxPooling2D(),
-            keras.layers.Flatten(),
-            keras.layers.Dense(4),
-        ]
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
-    return model
-
-
-def regularized():
-    inputs = keras.Input((6,))
-    hidden = keras.layers.Dense(8, "relu", kernel_regularizer="l2", activity_regularizer="l1")(inputs)
-    model = keras.Model(inputs, keras.layers.Dense(1, bias_regularizer="l1")(hidden))
-    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
-    return model
-
-
-def two_outputs():
-    inputs = keras.Input((6,))
-    hidden = keras.layers.Dense(8, "tanh")(inputs)
-    model = keras.Model(inputs, [keras.layers.Dense(4, name="a")(hidden), keras.layers.Dense(1, name="b")(hidden)])
-    loss = [keras.losses.SparseCategoricalCrossentropy(from_logits=True), "mse"]
-    model.compile(keras.optimizers.RMSprop(0.01), loss, loss_weights=[1.0, 0.3], metrics=[["accuracy"], ["mae"]])
-    return model
-
-
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.embed = keras.layers.Embedding(20, 6)
-        self.attend = keras.layers.MultiHeadAttention(2, 3)
-        self.norm = keras.layers.LayerNormalization()
-        self.head = keras.layers.Dense(4)
-
-    def call(self, x):
-        x = self.embed(x)
-        return self.head(keras.ops.mean(self.norm(x + self.attend(x, x)), axis=1))
-
-
-def subclassed():
-    model = Subclassed()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
-    return model
-
-
-def recurrent():
-    model = keras.Sequential([keras.layers.Input((5, 3)), keras.layers.GRU(6), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.Adam(0.01), "mse")
-    return model
-
-
-def optimizer(name, **options):
-    return lambda: getattr(keras.optimizers, name)(0.01, **options)
-
-
-X, Y = normal(30, 6), classes(30)
-ROWS = [
-    Row("mlp, batches that divide", mlp(), (X, Y), batch_size=10),
-    Row("mlp, ragged last batch", mlp(), (X, Y), batch_size=8),
-    Row("mlp, last batch of one row", mlp(), (X[:25], Y[:25]), batch_size=8),
-    Row("mlp, fewer rows than replicas", mlp(), (X[:9], Y[:9]), batch_size=2),
-    Row("mlp, batches of one row", mlp(), (X[:5], Y[:5]), batch_size=1),
-    Row("sum loss", mlp("sgd", loss=keras.losses.SparseCategoricalCrossentropy(True, reduction="sum")), (X, Y)),
-    Row("convnet", convnet, (normal(22, 8, 8, 1), classes(22))),
-    Row("regularizers", regularized, (X, normal(30, 1))),
-    Row("two outputs, loss weights", two_outputs, (X, [Y, normal(30, 1)])),
-    Row("subclassed, attention", subclassed, (RNG.integers(0, 20, size=(21, 7)), classes(21))),
-    Row("recurrent", recurrent, (normal(19, 5, 3), normal(19, 1))),
-    Row("SGD with momentum", mlp(optimizer("SGD", momentum=0.9, nesterov=True)), (X, Y)),
-    Row("global_clipnorm", mlp(optimizer("Adam", global_clipnorm=0.1)), (X, Y)),
-    Row("clipnorm and decay", mlp(optimizer("AdamW", clipnorm=0.1)), (X, Y)),
-    Row("clipvalue", mlp(optimizer("SGD", clipvalue=0.01)), (X, Y)),
-    Row("Adafactor", mlp(optimizer("Adafactor")), (X, Y)),
-    Row("validation split", mlp(), (X, Y), options={"validation_split": 0.3}),
-]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -139,7 +20,7 @@ def test_parity(row, record_parity):
         record_parity(row.name, report)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", BATCHES + LOSSES[::3] + LAYERS[::3], ids=lambda row: row.name)
 def test_parity_with_central_storage(row, record_parity):
     options = {"batch_size": row.batch_size, "strategy_fn": kd.experimental.CentralStorageStrategy, **row.options}
     for report in assert_replicas_agree(row.model, row.data, [3], **options):
