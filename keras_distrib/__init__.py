@@ -27,6 +27,7 @@ from keras_distrib.training.losses import (
     compute_average_loss as compute_average_loss,
     scale_regularization_loss as scale_regularization_loss,
 )
+from keras_distrib.training.optimizer import skip_gradients_aggregation as skip_gradients_aggregation
 from keras_distrib.training.tape import GradientTape as GradientTape
 from keras_distrib.values import DistributedValues as DistributedValues
 

@@ -56,7 +56,7 @@ def _call_torch_module(
 
 
 def _layer_attributes() -> dict[tuple[int, str], Any] | None:
-    state = current_state()
+    state = _state_of_several()
     return None if state is None else state.layer_attributes()
 
 

@@ -50,6 +50,7 @@ from keras.src.backend.torch import (
 )
 from keras.src.layers.layer import Layer as _Layer
 from keras.src.layers.rnn.dropout_rnn_cell import DropoutRNNCell as _DropoutRNNCell
+from keras.src.layers.rnn.rnn import RNN as _RNN
 from keras.src.losses import loss as _loss_module
 from keras.src.losses.losses import LossFunctionWrapper as _LossFunctionWrapper
 from keras.src.models import model as _model_module
@@ -323,6 +324,9 @@ def _install_layers_with_state(hooks: Hooks) -> None:
 
     wrapper.call = call
 
+    # A stateful RNN expects its state's rows; a replica has a part of them.
+    _RNN._expected_batch_size = _replica_attribute(hooks, "_expected_batch_size", absent=None)
+
     # Recurrent cells keep the masks of one call in attributes of the layer.
     for name in ("_dropout_mask", "_recurrent_dropout_mask"):
         setattr(_DropoutRNNCell, name, _replica_attribute(hooks, name))
@@ -345,15 +349,21 @@ def _install_layers_with_state(hooks: Hooks) -> None:
     _random_module.dropout = dropout
 
 
-def _replica_attribute(hooks: Hooks, name: str) -> property:
-    """An attribute that each replica has of its own; outside of replicas an ordinary one."""
+_MISSING = object()
+
+
+def _replica_attribute(hooks: Hooks, name: str, absent: Any = _MISSING) -> property:
+    """An attribute that each replica has of its own; outside of replicas an ordinary one.
+
+    `absent` is what a replica reads that has not set it.
+    """
 
     def get(self: Any) -> Any:
         kept = hooks.layer_attributes()
-        try:
-            return self.__dict__[name] if kept is None else kept[(id(self), name)]
-        except KeyError:
-            raise AttributeError(name) from None
+        value = self.__dict__.get(name, _MISSING) if kept is None else kept.get((id(self), name), absent)
+        if value is _MISSING:
+            raise AttributeError(name)
+        return value
 
     def set_(self: Any, value: Any) -> None:
         kept = hooks.layer_attributes()

@@ -12,6 +12,7 @@ from keras_distrib.comm.cross_device_ops import CrossDeviceOps, default_for
 from keras_distrib.options import ReduceOp, RunOptions, ValueContext
 from keras_distrib.replicas import runner
 from keras_distrib.replicas.pool import PoolShelf
+from keras_distrib.replicas.random_streams import GlobalGeneratorWatch
 from keras_distrib.values import PerReplica, leaves, map_structure, pack_like
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Strategy:
         self._devices = tuple(devices)
         self.cross_device_ops = cross_device_ops or default_for(self._devices)
         self.pools = PoolShelf(len(self._devices), type(self).__name__)
+        self.generator_watch = GlobalGeneratorWatch()
 
     # What a subclass decides.
 
@@ -51,8 +53,14 @@ class Strategy:
 
     def variable_class(self, options: dict[str, Any]) -> type:
         """The class of a variable that is created in scope with these options."""
+        name = options.get("name") or ""
         if variables.check_synchronization(options) == "on_read":
             return variables.SyncOnReadVariable
+        # Keras gives these two no options that would tell them; the names are its own.
+        if name == "rnn_state":
+            return variables.BatchVariable
+        if name.endswith("gradient_accumulator") and not self.updates_once:
+            return variables.GradientAccumulator
         return variables.MirroredVariable
 
     # What users call.

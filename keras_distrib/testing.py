@@ -288,7 +288,8 @@ def _is_loss(name: str) -> bool:
 def _log_noise(reference: Training, noisy: Training) -> float:
     """How much one device's logs differ from its own, at most."""
     batches = zip(reference.batch_logs, noisy.batch_logs, strict=True)
-    return max((_relative(name, own[name], again[name]) for own, again in batches for name in own), default=0.0)
+    logs = (zip(own.items(), again.values(), strict=True) for own, again in batches)
+    return max((_relative(name, value, again) for pairs in logs for (name, value), again in pairs), default=0.0)
 
 
 def _compare_logs(report: Report, own: Logs, other: Logs, where: str, noise: float) -> None:
@@ -317,18 +318,23 @@ def _by_path(variables: Sequence[Any]) -> Arrays:
 
 
 def _record_gradients(model: Any) -> Arrays:
-    """Keeps the gradients that the optimizer is first asked to apply, summed by then."""
+    """Keeps the gradients of the optimizer's first update, summed by then and not yet clipped."""
     recorded: Arrays = {}
+    paths: list[str] = []
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    original = optimizer._backend_apply_gradients
+    original_apply, original_clip = optimizer._backend_apply_gradients, optimizer._clip_gradients
 
-    def record(gradients: Sequence[torch.Tensor], variables: Sequence[Any]) -> None:
+    def apply(gradients: Sequence[torch.Tensor], variables: Sequence[Any]) -> None:
+        paths[:] = [f"{index}:{variable.path}" for index, variable in enumerate(variables)]
+        original_apply(gradients, variables)
+
+    def clip(gradients: Sequence[torch.Tensor]) -> Any:
         if not recorded:
-            pairs = zip(gradients, variables, strict=True)
-            recorded.update({f"{i}:{v.path}": keras_seam.to_numpy(g).copy() for i, (g, v) in enumerate(pairs)})
-        original(gradients, variables)
+            pairs = zip(paths, gradients, strict=True)
+            recorded.update({path: keras_seam.to_numpy(gradient).copy() for path, gradient in pairs})
+        return original_clip(gradients)
 
-    optimizer._backend_apply_gradients = record
+    optimizer._backend_apply_gradients, optimizer._clip_gradients = apply, clip
     return recorded
 
 

@@ -398,6 +398,55 @@ class CentralVariable(DistributedVariable):
                 tensor.add_(self._convert_to_tensor(value, dtype=self._dtype).to(tensor.device), alpha=sign)
 
 
+class GradientAccumulator(SyncOnReadVariable):
+    """What an optimizer adds gradients up in: each replica its own, until an update.
+
+    Keras creates it with aggregation `none`; read across replicas it is the sum.
+    """
+
+    @property
+    def aggregation(self) -> str:
+        return "sum"
+
+    def _assign_components(self, value: torch.Tensor) -> None:
+        for index, component in enumerate(self._components):
+            copy_into(component, torch.zeros_like(component) if index else value)
+
+
+class BatchVariable(CentralVariable):
+    """State with one row per row of the global batch, such as a stateful RNN's.
+
+    There is one tensor; each replica reads and writes the rows that it has of the
+    batch.
+    """
+
+    def read_in_replica(self, state: ReplicaState) -> torch.Tensor:
+        # A copy: the rows are written while what was computed from them is differentiated.
+        return self._rows_of(state).to(state.device.torch_device, copy=True)
+
+    def write_in_replica(self, state: ReplicaState, value: Any) -> None:
+        copy_into(self._rows_of(state), value)
+
+    def assign(self, value: Any) -> Any:
+        state = current_state()
+        if state is None:
+            return super().assign(value)
+        context.require_same_strategy(self._strategy)
+        value = self._convert_to_tensor(value, dtype=self._dtype)
+        self.write_in_replica(state, value)
+        return value
+
+    def _rows_of(self, state: ReplicaState) -> torch.Tensor:
+        if state.rows is None or state.first_row is None or state.global_rows != self.shape[0]:
+            raise ValueError(
+                "If an RNN is stateful, the batch size of the input sequences must be the same as the batch size of "
+                f"the initial state. Received: global batch size={state.global_rows}, state of {self.shape[0]} rows, "
+                f"path={self.path}. Feed batches that a strategy splits, all of the size that the model was built "
+                "with; drop a smaller last one."
+            )
+        return self._value.detach()[state.first_row : state.first_row + state.rows]
+
+
 def aggregate(values: list[torch.Tensor], aggregation: str) -> torch.Tensor:
     """One value of several, by a Keras aggregation name."""
     if aggregation == "only_first_replica" or len(values) == 1:

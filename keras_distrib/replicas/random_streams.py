@@ -10,6 +10,7 @@ generator per run, and each replica derives its stream from it.
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -47,6 +48,34 @@ def fold_replica_into(seed: torch.Tensor) -> torch.Tensor:
         return seed
     first, second = seed.tolist()
     return _as_seed(fold((first + second) & _MASK, state.replica_id), like=seed)
+
+
+class GlobalGeneratorWatch:
+    """Warns if a strategy's first steps draw from torch's one global generator.
+
+    Replica threads would draw from it in whatever order they come, so a run does
+    not repeat. Watching costs some microseconds a step, so it ends after a few.
+    """
+
+    def __init__(self, runs: int = 3) -> None:
+        self._runs = runs
+
+    def state(self) -> torch.Tensor | None:
+        """The generator's state before a run, None if the run is not watched."""
+        if self._runs <= 0:
+            return None
+        self._runs -= 1
+        return torch.get_rng_state()
+
+    def check(self, before: torch.Tensor | None) -> None:
+        if before is not None and not torch.equal(before, torch.get_rng_state()):
+            self._runs = 0
+            warnings.warn(
+                "A replica's step drew random numbers from torch's global generator, which all replicas share: they "
+                "come in the order of the threads, and the run does not repeat from its seed. Use keras.random and "
+                "Keras layers, or a torch.Generator for each replica.",
+                stacklevel=5,
+            )
 
 
 class RunSeeds:

@@ -107,6 +107,7 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
             num_active=len(active),
             rows=None if rows is None else rows[index],
             global_rows=None if rows is None else sum(rows),
+            first_row=None if rows is None else sum(rows[:index]),
         )
         replica = ReplicaContext(strategy, state.replica_id)
         replica.bind(state, Run(meeting, caller, ReplicaSeeds(caller.seeds, state.replica_id)))
@@ -116,7 +117,9 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
         replica, state, call = jobs[0]
         with caller.entered(replica, state, seeds=None):
             return call()
+    generator = strategy.generator_watch.state()
     results = _run_in_threads(strategy, caller, meeting, jobs)
+    strategy.generator_watch.check(generator)
     caller.seeds.keep()
     merge_buffers([state for _, state, _ in jobs.values()])
     return regroup(results, active, count, rows)

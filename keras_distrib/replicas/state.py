@@ -36,6 +36,7 @@ class ReplicaState(keras_seam.StatelessScope):
         device: the device it computes on.
         rows: rows of its part of the batch; None if the batch was not counted.
         global_rows: rows of the whole batch; None likewise.
+        first_row: where its part begins in the batch; None likewise.
         share: its part of a mean over the whole batch: rows / global_rows, or
             one part of the replicas that run where rows are unknown.
         num_active: how many replicas run this step.
@@ -51,7 +52,14 @@ class ReplicaState(keras_seam.StatelessScope):
     is_replica_state = True
 
     def __init__(
-        self, index: int, replica_id: int, device: Device, num_active: int, rows: int | None, global_rows: int | None
+        self,
+        index: int,
+        replica_id: int,
+        device: Device,
+        num_active: int,
+        rows: int | None,
+        global_rows: int | None,
+        first_row: int | None = None,
     ) -> None:
         # The base class' constructor converts a mapping that is not needed here.
         self.collect_losses = True
@@ -64,6 +72,7 @@ class ReplicaState(keras_seam.StatelessScope):
         self.num_active = num_active
         self.rows = rows
         self.global_rows = global_rows
+        self.first_row = first_row
         self.share = rows / global_rows if rows is not None and global_rows else 1.0 / num_active
         self.averages_gradients = False
         self.in_update = False

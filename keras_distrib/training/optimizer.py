@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +20,38 @@ Gradients = list[torch.Tensor | None]
 Apply = Callable[..., Any]
 
 
-class _ForAll(threading.local):
-    """Whether the calling thread applies gradients for all replicas at once."""
+class _Entered(threading.local):
+    """Whether the calling thread is inside of something."""
 
     entered = False
 
 
-_for_all = _ForAll()
+_for_all = _Entered()  # applying gradients for all replicas at once
+_skipping = _Entered()  # `skip_gradients_aggregation`
+
+
+@contextlib.contextmanager
+def skip_gradients_aggregation() -> Iterator[None]:
+    """Optimizers applied inside take the gradients as they are, on each replica.
+
+    For gradients that a step has reduced itself: if they differ by replica, so
+    will the variables.
+
+    Example:
+
+    ```python
+    def step(inputs):
+        ...
+        gradients = keras_distrib.get_replica_context().all_reduce("sum", gradients)
+        with keras_distrib.skip_gradients_aggregation():
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    ```
+    """
+    outer, _skipping.entered = _skipping.entered, True
+    try:
+        yield
+    finally:
+        _skipping.entered = outer
 
 
 def apply(optimizer: Any, original: Apply, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
@@ -45,9 +71,14 @@ def apply(optimizer: Any, original: Apply, grads: Sequence[Any], variables: Sequ
     variables = None if variables is None else list(variables)
     _require_own_variables(optimizer, variables, replica.strategy)
     name = f"{optimizer.name}.apply"
+    grads = list(grads)
+    if _skipping.entered:
+        return _apply_own(replica, original, grads, variables)
     if replica.strategy.updates_once:
-        return _apply_once(replica, name, optimizer, original, list(grads), variables)
-    return _apply_everywhere(replica, name, optimizer, original, list(grads), variables)
+        return _apply_once(replica, name, optimizer, original, grads, variables)
+    if optimizer.gradient_accumulation_steps and type(optimizer).apply is keras_seam.BaseOptimizer.apply:
+        return _accumulate(replica, name, optimizer, original, grads, variables)
+    return _apply_everywhere(replica, name, optimizer, original, grads, variables)
 
 
 def _apply_everywhere(
@@ -59,20 +90,71 @@ def _apply_everywhere(
         _build(optimizer, variables)
         return sum_gradients(replica, contributions, variables or optimizer._trainable_variables)
 
+    summed = replica.meet_across(name, Contribution.of(replica.run_state, grads), act)
+    return _update(replica, original, summed, summed, variables)
+
+
+def _accumulate(
+    replica: ReplicaContext, name: str, optimizer: Any, original: Apply, grads: Gradients, variables: Any
+) -> Any:
+    """Adds gradients up on each replica, and sums over replicas once per update."""
     state = replica.run_state
-    summed = replica.meet_across(name, Contribution.of(state, grads), act)
+    if not optimizer.built:
+        replica.meet_across(f"build of {optimizer.name}", None, lambda all_: [_build(optimizer, variables)] * len(all_))
+    targets = variables or optimizer._trainable_variables
+    if (int(optimizer._iterations.value) + 1) % optimizer.gradient_accumulation_steps:
+        weight = Contribution.of(state, grads).weight
+        own: Gradients = [None if grad is None else grad.detach() * weight for grad in grads]
+        nothing: Gradients = [None if grad is None else torch.zeros_like(grad) for grad in own]
+        return _update(replica, original, own, nothing, variables)
+    kept = [optimizer._accumulated_gradients[optimizer._get_variable_index(target)] for target in targets]
+
+    def act(contributions: list[Contribution]) -> list[Gradients]:
+        summed = sum_gradients(replica, contributions, targets)
+        for position, accumulator in enumerate(kept):
+            if accumulator is None:
+                continue
+            earlier = accumulator.value.clone()
+            accumulator.assign(torch.zeros_like(earlier))
+            for result in summed:
+                grad = result[position]
+                if grad is not None:
+                    result[position] = grad + earlier.to(grad.device)
+        return summed
+
+    summed = replica.meet_across(name, Contribution.of(replica.run_state, grads), act)
+    return _update(replica, original, summed, summed, variables)
+
+
+def _apply_own(replica: ReplicaContext, original: Apply, grads: Gradients, variables: Any) -> Any:
+    """Each replica applies its own gradients, which the user has reduced."""
+    if replica.strategy.updates_once:
+        raise ValueError(
+            "`skip_gradients_aggregation` needs variables of each replica's own. "
+            f"Received: {replica.strategy!r}, whose replicas share their variables. Use a MirroredStrategy."
+        )
+    return _update(replica, original, grads, grads, variables)
+
+
+def _update(replica: ReplicaContext, original: Apply, grads: Gradients, for_absent: Gradients, variables: Any) -> Any:
+    """Updates this replica's components; the first one also those of replicas without rows.
+
+    Args:
+        replica: the calling replica.
+        original: the optimizer's own `apply`.
+        grads: what this replica applies.
+        for_absent: what those without rows apply.
+        variables: what the gradients belong to, or None.
+    """
     with torch.no_grad():
-        with state.updating():
-            result = original(summed, variables)
-        _apply_for_absent(replica, state, original, summed, variables)
+        with replica.run_state.updating():
+            result = original(grads, variables)
+        _update_absent(replica, original, for_absent, variables)
     return result
 
 
-def _apply_for_absent(
-    replica: ReplicaContext, state: ReplicaState, original: Apply, grads: Gradients, variables: Any
-) -> None:
-    """The first replica also updates the components of those that had no rows."""
-    strategy = replica.strategy
+def _update_absent(replica: ReplicaContext, original: Apply, grads: Gradients, variables: Any) -> None:
+    strategy, state = replica.strategy, replica.run_state
     if state.num_active == strategy.num_local_replicas or state.index != replica.participants[0]:
         return
     for index in set(range(strategy.num_local_replicas)) - set(replica.participants):
