@@ -89,7 +89,7 @@ def masked(loss=None, **compile_options):
             [
                 layers.Input((5,)),
                 layers.Embedding(9, 6, mask_zero=True),
-                layers.GRU(4, return_sequences=True),
+                layers.Dense(8, "tanh"),
                 layers.Dense(9),
             ]
         )
