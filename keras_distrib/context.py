@@ -21,10 +21,14 @@ REQUIRES_CROSS_REPLICA = "Method requires being in cross-replica context, use ge
 
 
 class Frame(NamedTuple):
-    """A strategy and, in replica context, the replica."""
+    """A strategy and, in replica context, the replica.
+
+    `builder` is the replica whose step builds a layer for all of them meanwhile.
+    """
 
     strategy: Strategy
     replica: ReplicaContext | None
+    builder: ReplicaContext | None = None
 
 
 class _ThreadState(threading.local):
@@ -55,12 +59,14 @@ def running_replica() -> ReplicaContext | None:
     return None
 
 
-def replica_of_thread() -> ReplicaContext | None:
-    """The replica whose thread this is, also while it builds a layer for all."""
-    for frame in reversed(_state.frames):
-        if frame.replica is not None:
-            return frame.replica
-    return None
+def creating_replica() -> ReplicaContext | None:
+    """The replica whose step creates something that its others create too, if any.
+
+    None in a `merge_call`, where one thread creates for all.
+    """
+    if not _state.frames:
+        return None
+    return _state.frames[-1].replica or _state.frames[-1].builder
 
 
 @contextlib.contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def install() -> None:
             dropout_generator=_dropout_generator,
             layer_losses=_layer_losses,
             fold_seed=fold_replica_into,
-            outside_strategies=context.outside_strategies,
+            is_being_built=_is_being_built,
+            in_replica=_in_replica,
+            outside_strategies=_outside_strategies,
         )
     )
 
@@ -86,6 +89,30 @@ def _maybe_build(layer: Any, build: Callable[[], None]) -> None:
         build()
         return
     replica.wait_for_lower()
-    if not layer.built:
-        with context.entered(context.Frame(replica.strategy, None)), keras_seam.without_stateless_scope():
+    if layer.built:
+        return
+    _being_built.add(id(layer))
+    try:
+        with context.entered(context.Frame(replica.strategy, None, replica)), keras_seam.without_stateless_scope():
             build()
+    finally:
+        _being_built.discard(id(layer))
+
+
+# Layers that a replica is building: `built` may be set before `build` has ended.
+_being_built: set[int] = set()
+
+
+def _is_being_built(layer: Any) -> bool:
+    return bool(_being_built) and id(layer) in _being_built
+
+
+@contextlib.contextmanager
+def _outside_strategies() -> Iterator[None]:
+    with context.outside_strategies(), keras_seam.without_replica_scope():
+        yield
+
+
+def _in_replica() -> bool:
+    replica = context.creating_replica()
+    return replica is not None and replica.state is not None

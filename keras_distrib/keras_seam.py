@@ -65,6 +65,7 @@ from keras.src.utils import (
     io_utils as _io_utils,
     torch_utils as _torch_utils,
 )
+from keras.src.utils.tracking import Tracker as _Tracker
 
 try:  # Keras 3.16 moved the backend's tensor functions
     from keras.src.backend.torch.ops import core as _torch_core
@@ -143,6 +144,8 @@ class Hooks:
         layer_losses: the list that holds a layer's `add_loss` values in the
             calling replica, or None outside of one.
         fold_seed: `(seed)` to this replica's own seed.
+        is_being_built: `(layer)` whether a replica is building the layer.
+        in_replica: whether the calling thread runs a replica's step.
         outside_strategies: context manager in which variables are Keras' own.
     """
 
@@ -160,6 +163,8 @@ class Hooks:
     dropout_generator: Callable[[torch.device], torch.Generator | None]
     layer_losses: Callable[[Any], list[Any] | None]
     fold_seed: Callable[[Any], Any]
+    is_being_built: Callable[[Any], bool]
+    in_replica: Callable[[], bool]
     outside_strategies: Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -216,17 +221,25 @@ def _install_optimizers(hooks: Hooks) -> None:
     # Gradients are summed at the outermost `apply`: under `LossScaleOptimizer` the inner
     # one would come after a look at one replica's own gradients. So each class's own
     # `apply` is wrapped, those of classes still to be defined included.
-    def wrap(cls: type) -> None:
-        original = cls.__dict__.get("apply")
-        if original is None or getattr(original, "_keras_distrib", False):
-            return
-
+    def summing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
             return hooks.apply(self, functools.partial(original, self), grads, trainable_variables)
 
-        apply._keras_distrib = True  # type: ignore[attr-defined]
-        cls.apply = apply  # type: ignore[attr-defined]
+        return apply
+
+    _wrap_everywhere(BaseOptimizer, "apply", summing)
+
+
+def _wrap_everywhere(base: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wraps a method of a class and of all its subclasses, those still to be defined included."""
+
+    def wrap(cls: type) -> None:
+        original = cls.__dict__.get(name)
+        if callable(original) and not getattr(original, "_keras_distrib", False):
+            wrapped: Any = wrapper(original)
+            wrapped._keras_distrib = True
+            setattr(cls, name, wrapped)
 
     def wrap_tree(cls: type) -> None:
         wrap(cls)
@@ -234,11 +247,11 @@ def _install_optimizers(hooks: Hooks) -> None:
             wrap_tree(subclass)
 
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        super(BaseOptimizer, cls).__init_subclass__(**kwargs)
+        super(base, cls).__init_subclass__(**kwargs)
         wrap(cls)
 
-    BaseOptimizer.__init_subclass__ = classmethod(init_subclass)
-    wrap_tree(BaseOptimizer)
+    base.__init_subclass__ = classmethod(init_subclass)
+    wrap_tree(base)
 
 
 def _install_layers(hooks: Hooks) -> None:
@@ -272,9 +285,17 @@ def _install_layers(hooks: Hooks) -> None:
 
     # Two replica threads in one layer's first call would each build it.
     def maybe_build(self: Any, call_spec: Any) -> None:
-        if not self.built:
+        if not self.built or hooks.is_being_built(self):
             hooks.maybe_build(self, functools.partial(original_maybe_build, self, call_spec))
 
+    # Replicas that build the same metric get the same variables, and would each add them.
+    original_add_to_store = _Tracker.add_to_store
+
+    def add_to_store(self: Any, store_name: str, value: Any) -> None:
+        if not (self.is_in_store(store_name, value) and hooks.in_replica()):
+            original_add_to_store(self, store_name, value)
+
+    _Tracker.add_to_store = add_to_store
     _Layer.add_loss = add_loss
     _Layer._get_own_losses = get_own_losses
     _Layer._clear_losses = clear_losses
@@ -309,7 +330,7 @@ def _install_layers_with_state(hooks: Hooks) -> None:
     @functools.wraps(original_build)
     def build(self: Any, input_shape: Any) -> None:
         original_build(self, input_shape)
-        self.vector_u.writes_are_equal = True
+        self.vector_u.writes_are_equal = self.kernel.writes_are_equal = True
 
     spectral.build = build
 
@@ -413,6 +434,20 @@ def _install_metrics(hooks: Hooks) -> None:
 
     wrap(keras.metrics.Mean)
     wrap(keras.metrics.Sum)
+
+    # A step that returns a metric's result, under whatever name, means the global one.
+    def remembering(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def result(self: Any) -> Any:
+            value = original(self)
+            if isinstance(value, torch.Tensor) and hooks.in_replica():
+                value = value.view_as(value)  # not the variable's own tensor
+                value._keras_distrib_metric = self  # type: ignore[attr-defined]
+            return value
+
+        return result
+
+    _wrap_everywhere(keras.metrics.Metric, "result", remembering)
 
 
 def _install_seeds(hooks: Hooks) -> None:

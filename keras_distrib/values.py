@@ -54,7 +54,7 @@ class PerReplica(DistributedValues):
     @property
     def active_values(self) -> tuple[Any, ...]:
         """The components of the replicas that have rows."""
-        if self.rows is None:
+        if self.rows is None or not any(self.rows):
             return self._values
         return tuple(value for value, rows in zip(self._values, self.rows, strict=True) if rows > 0)
 
@@ -70,7 +70,7 @@ def map_structure(fn: Callable[[Any], Any], structure: Any) -> Any:
     if is_namedtuple(structure):
         return type(structure)(*(map_structure(fn, value) for value in structure))
     if isinstance(structure, list | tuple):
-        return type(structure)(map_structure(fn, value) for value in structure)
+        return _like_sequence(structure, [map_structure(fn, value) for value in structure])
     return fn(structure)
 
 
@@ -105,12 +105,10 @@ def select(index: int, structure: Any) -> Any:
     return map_structure(pick, structure)
 
 
-def row_counts(structure: Any) -> tuple[int, ...] | None:
-    """The rows per replica of the first counted batch in a structure, if any."""
-    for leaf in leaves(structure):
-        if isinstance(leaf, PerReplica) and leaf.rows is not None:
-            return leaf.rows
-    return None
+def row_counts(structure: Any) -> list[tuple[int, ...]]:
+    """The different rows per replica of the counted batches in a structure."""
+    found = (leaf.rows for leaf in leaves(structure) if isinstance(leaf, PerReplica) and leaf.rows is not None)
+    return list(dict.fromkeys(found))
 
 
 def regroup(
@@ -141,7 +139,7 @@ def regroup(
         lengths = [len(s) if isinstance(s, list | tuple) else None for s in structures]
         _check_alike(structures, lengths, "lengths")
         parts = [regroup([s[i] for s in structures], active, num_replicas, rows) for i in range(len(first))]
-        return type(first)(*parts) if is_namedtuple(first) else type(first)(parts)
+        return type(first)(*parts) if is_namedtuple(first) else _like_sequence(first, parts)
     # The only replica that ran says nothing about the others: its tensors stay per-replica.
     alone = len(active) == 1 < num_replicas and isinstance(first, torch.Tensor)
     if not alone and all(structure is first for structure in structures):
@@ -160,6 +158,10 @@ def _check_alike(structures: Sequence[Any], shapes: Sequence[Any], what: str) ->
             f"All replicas must return the same structure, but their {what} differ. "
             f"Received: {what} by replica={list(shapes)}. Return the same keys and lengths on every replica."
         )
+
+
+def _like_sequence(original: Any, parts: list[Any]) -> Any:
+    return tuple(parts) if isinstance(original, torch.Size) else type(original)(parts)
 
 
 def _like_dict(original: dict[Any, Any], items: dict[Any, Any]) -> Any:

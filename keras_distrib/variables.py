@@ -15,6 +15,7 @@ that means:
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,7 +114,15 @@ class DistributedVariable(keras_seam.Variable):
         """
         context.require_same_strategy(self._strategy)
         if isinstance(value, DistributedValues) and current_state() is None:
-            self._assign_parts([self._convert_to_tensor(part, dtype=self._dtype) for part in value.values])
+            parts = [self._convert_to_tensor(part, dtype=self._dtype) for part in value.values]
+            shapes = [tuple(part.shape) for part in parts]
+            if shapes != [tuple(self.shape)] * len(self._components):
+                raise ValueError(
+                    "A per-replica value must have one component of the variable's shape for each replica. "
+                    f"Received: value of shapes {shapes}, variable {self.path} of shape {tuple(self.shape)} on "
+                    f"{len(self._components)} replicas."
+                )
+            self._assign_parts(parts)
             return self.value
         return super().assign(value)
 
@@ -125,6 +134,16 @@ class DistributedVariable(keras_seam.Variable):
         """Subtracts a value; in replica context what is subtracted is aggregated."""
         return self._assign_delta(value, -1, "assign_sub")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._share_components()
+        return made
+
+    def _share_components(self) -> None:
+        """Restores what components share, after a copy."""
+
     def read_in_replica(self, state: ReplicaState) -> torch.Tensor:
         """The component of the replica with that state."""
         return self._components[state.index]
@@ -134,13 +153,15 @@ class DistributedVariable(keras_seam.Variable):
         if not self._stays_local(state):
             self._write_aggregated("assign", value, self._assign_components)
             return
-        copy_into(self._own_component(state), value)
+        copy_into(self._own_component(state.index), value)
         if state.in_update:
             return
         if self.writes_are_equal or self.trainable:
             self._write_for_absent(state, value)
         else:
             self._written.add(state.index)
+            if self.aggregation == "none":
+                state.written[id(self)] = self
 
     def read_across_replicas(self) -> torch.Tensor:
         """The one value that stands for all components."""
@@ -160,12 +181,30 @@ class DistributedVariable(keras_seam.Variable):
         if self._written and self.aggregation == "none" and _is_float(self._dtype):
             self._assign_components(self.read_across_replicas().clone())
 
-    def _own_component(self, state: ReplicaState) -> torch.Tensor:
-        """The tensor that the replica with that state writes alone."""
-        return self._components[state.index]
+    def follow(self, writers: list[int]) -> None:
+        """Gives replicas that had no rows what those with rows have written.
+
+        Statistics and counters then go on alike when such a replica has rows again.
+        """
+        components = self.components
+        if not _is_float(self._dtype):
+            value = components[writers[0]]
+        else:
+            value = aggregate([components[index].detach() for index in writers], "mean")
+        for index in set(range(len(components))) - set(writers):
+            copy_into(self._own_component(index), value)
+
+    def _own_component(self, index: int) -> torch.Tensor:
+        """The tensor that a replica writes alone."""
+        return self._components[index]
 
     def _check_options(self) -> None:
         """Raises if synchronization and aggregation make no variable of this kind."""
+        if self.aggregation == "mean" and not _is_float(self._dtype):
+            raise ValueError(
+                "creating distributed tf.Variable with aggregation=MEAN and a non-floating dtype is not supported, "
+                f"please use a different aggregation or dtype. Received: dtype={self._dtype}, path={self.path}"
+            )
 
     def _place(self, primary: torch.nn.Parameter) -> tuple[torch.Tensor, ...]:
         """Makes the components from the first one."""
@@ -246,7 +285,7 @@ class DistributedVariable(keras_seam.Variable):
             )
 
         def act(values: list[torch.Tensor]) -> list[None]:
-            write(aggregate(values, self.aggregation))
+            write(aggregate(values, "only_first_replica" if self.writes_are_equal else self.aggregation))
             return [None] * len(values)
 
         replica.meet(f"{name} of {self.path}", value.detach(), act)
@@ -263,13 +302,6 @@ class DistributedVariable(keras_seam.Variable):
 
 class MirroredVariable(DistributedVariable):
     """One component per replica, kept equal by equal updates."""
-
-    def _check_options(self) -> None:
-        if self.aggregation == "mean" and not _is_float(self._dtype):
-            raise ValueError(
-                "creating distributed tf.Variable with aggregation=MEAN and a non-floating dtype is not supported, "
-                f"please use a different aggregation or dtype. Received: dtype={self._dtype}, path={self.path}"
-            )
 
 
 class SyncOnReadVariable(DistributedVariable):
@@ -349,6 +381,11 @@ class CentralVariable(DistributedVariable):
             self._copied_versions[state.index] = self._value._version
         return leaf
 
+    def _share_components(self) -> None:
+        own = self._own
+        self._components = self._place(self._value)
+        self._own = own
+
     def _primary_device(self) -> str:
         return str(self._strategy.parameter_device.torch_device)
 
@@ -366,7 +403,7 @@ class CentralVariable(DistributedVariable):
         return tuple(components)
 
     def _stays_local(self, state: ReplicaState) -> bool:
-        if self.aggregation != "none":
+        if self.aggregation != "none" or self.writes_are_equal:
             return False
         if not self.trainable:
             return True
@@ -376,10 +413,10 @@ class CentralVariable(DistributedVariable):
             'or "only_first_replica", or with trainable=False if each replica may keep its own.'
         )
 
-    def _own_component(self, state: ReplicaState) -> torch.Tensor:
-        if state.index not in self._own:
-            self._own[state.index] = self.read_in_replica(state).detach().clone()
-        return self._own[state.index]
+    def _own_component(self, index: int) -> torch.Tensor:
+        if index not in self._own:
+            self._own[index] = self._value.detach().to(self._components[index].device, copy=True)
+        return self._own[index]
 
     def _assign_components(self, value: torch.Tensor) -> None:
         copy_into(self._value, value)
@@ -473,7 +510,7 @@ def new_variable(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     kind = strategy.variable_class(options)
     if cls is not keras_seam.Variable:
         kind = type(cls.__name__, (kind, cls), {})
-    replica = context.replica_of_thread()
+    replica = context.creating_replica()
     if replica is None or replica.state is None or replica.num_active_replicas == 1:
         return object.__new__(kind)
     replica.wait_for_lower()

@@ -58,7 +58,7 @@ class TestBatchNorm:
         for component in components(norm.moving_variance):
             np.testing.assert_allclose(component, [1.9583], rtol=1e-4)
 
-    def test_a_replica_without_rows_leaves_its_statistics_alone(self):
+    def test_a_replica_without_rows_leaves_the_statistics_to_the_others(self):
         strategy = strategy_of(3)
         with strategy.scope():
             model = keras.Sequential([layers.Input((1,)), layers.BatchNormalization(momentum=0.5), layers.Dense(1)])
@@ -67,8 +67,7 @@ class TestBatchNorm:
         model.fit(x, x, batch_size=4, epochs=2, shuffle=False, verbose=0)
         mean = model.layers[0].moving_mean
         own = components(mean)
-        assert own[2] == [0.0]
-        assert np.isfinite(own).all()
+        np.testing.assert_allclose(own[2], np.mean(own[:2], axis=0))
         np.testing.assert_allclose(mean.numpy(), np.mean(own[:2], axis=0))
         evaluated = model.evaluate(x, x, verbose=0)
         np.testing.assert_allclose(components(mean), [mean.numpy()] * 3)
@@ -214,7 +213,8 @@ class TestOptimizers:
             model = keras.Sequential([layers.Input((5,)), layers.Dense(2)])
             model.compile(keras.optimizers.Adam(gradient_accumulation_steps=4), "mse")
         model.fit(X, R, batch_size=5, epochs=2, verbose=0)
-        assert len(names) == 2 * 2  # two updates in eight steps, on two replicas
+        applied = [name for name in names if name.endswith(".apply")]
+        assert len(applied) == 2 * 2  # two updates in eight steps, on two replicas
 
     def test_accumulation_with_replicas_without_rows(self):
         def build():

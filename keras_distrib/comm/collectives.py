@@ -21,9 +21,8 @@ def all_reduce(replica: ReplicaContext, op: ReduceOp, value: Any) -> Any:
     """Sums or averages a nested structure over the replicas that run."""
     flat = [_as_tensor(leaf) for leaf in leaves(value)]
     if replica.num_active_replicas == 1 or not flat:
-        return map_structure(_as_tensor, value)
-    reduced = _AllReduce.apply(replica, op, *flat)
-    return pack_like(value, reduced)
+        return pack_like(value, [tensor.to(result_dtype(op, tensor.dtype)) for tensor in flat])
+    return pack_like(value, _AllReduce.apply(replica, op, *flat))
 
 
 def all_gather(replica: ReplicaContext, value: Any, axis: int) -> Any:
@@ -62,6 +61,8 @@ def reduce_lists(op: ReduceOp, lists: Sequence[Sequence[torch.Tensor]]) -> list[
         device share them, so they are not to be written to.
     """
     _check_alike(lists)
+    dtypes = [result_dtype(op, tensor.dtype) for tensor in lists[0]]
+    lists = [[tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)] for tensors in lists]
     totals = list(lists[0])
     for tensors in lists[1:]:
         moved = [tensor.to(total.device) for tensor, total in zip(tensors, totals, strict=True)]
@@ -84,12 +85,17 @@ def _add(totals: list[torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.
     return list(torch._foreach_add(totals, tensors))  # pyright: ignore[reportPrivateImportUsage]
 
 
+def result_dtype(op: ReduceOp, dtype: torch.dtype) -> torch.dtype:
+    """What a reduction of a dtype gives: counts of bools, and float64 means of integers."""
+    if op is ReduceOp.MEAN and not (dtype.is_floating_point or dtype.is_complex):
+        return torch.float64
+    return torch.int64 if dtype is torch.bool else dtype
+
+
 def _divided(totals: list[torch.Tensor], count: int) -> list[torch.Tensor]:
-    """The mean of integers is float64."""
-    exact = [t if t.is_floating_point() or t.is_complex() else t.to(torch.float64) for t in totals]
-    if not exact or any(tensor.is_sparse for tensor in exact):
-        return [tensor / count for tensor in exact]
-    return list(torch._foreach_div(exact, count))  # pyright: ignore[reportPrivateImportUsage]
+    if not totals or any(tensor.is_sparse for tensor in totals):
+        return [tensor / count for tensor in totals]
+    return list(torch._foreach_div(totals, count))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _check_alike(lists: Sequence[Sequence[torch.Tensor]]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from keras_distrib import keras_seam
-from keras_distrib.comm.collectives import check_gather_axis, reduce_lists
+from keras_distrib.comm.collectives import check_gather_axis, reduce_lists, result_dtype
 from keras_distrib.options import ReduceOp
 from keras_distrib.values import DistributedValues, PerReplica
 
@@ -58,17 +58,12 @@ def _reduce_axis(op: ReduceOp, parts: list[torch.Tensor], axis: int | tuple[int,
             f"Received: axis={axis}, shapes by replica={[tuple(part.shape) for part in parts]}. "
             "Include the axis of the rows (axis 0) in `axis`."
         )
-    total = _reduce_parts(ReduceOp.SUM, [part.sum(dim=axes, dtype=_sum_dtype(part)) for part in parts])
-    if op is ReduceOp.SUM:
-        return total
-    count = sum(part.numel() // max(1, _size(kept[0])) for part in parts)
-    if not total.is_floating_point():
-        total = total.to(torch.float64)
-    return total / count
-
-
-def _sum_dtype(part: torch.Tensor) -> torch.dtype:
-    return torch.int64 if part.dtype is torch.bool else part.dtype
+    dtype = result_dtype(op, parts[0].dtype)
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype  # a sum of many rows
+    total = _reduce_parts(ReduceOp.SUM, [part.sum(dim=axes, dtype=wide) for part in parts])
+    if op is ReduceOp.MEAN:
+        total = total / sum(part.numel() // max(1, _size(kept[0])) for part in parts)
+    return total.to(dtype)
 
 
 def _size(shape: tuple[int, ...]) -> int:

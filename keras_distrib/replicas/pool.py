@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
 Job = Callable[[], None]
+JOIN_TIMEOUT_S = 5.0
 
 
 def _serve(inbox: queue.SimpleQueue[Job | None]) -> None:
@@ -19,8 +22,8 @@ def _serve(inbox: queue.SimpleQueue[Job | None]) -> None:
 class ReplicaPool:
     """One thread per replica; `submit` gives a thread its next job.
 
-    A job handles its own exceptions. `close`, also called when the pool is
-    garbage collected, ends the threads.
+    A job handles its own exceptions. The threads end when the pool is garbage
+    collected.
     """
 
     def __init__(self, size: int, name: str) -> None:
@@ -32,34 +35,45 @@ class ReplicaPool:
             )
             thread.start()
             threads.append(thread)
-        self.close = weakref.finalize(self, _close, self._inboxes, threads)
+        self._finalizer = weakref.finalize(self, _close, self._inboxes, threads)
 
     def submit(self, index: int, job: Job) -> None:
         self._inboxes[index].put(job)
+
+    def abandon(self) -> None:
+        """Lets each thread end after its job, however long that takes."""
+        self._finalizer.detach()
+        for inbox in self._inboxes:
+            inbox.put(None)
 
 
 def _close(inboxes: list[queue.SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:
     for inbox in inboxes:
         inbox.put(None)
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join(timeout=10)
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
 
 
 class PoolShelf:
     """The pools of one strategy: one for each run that is under way at a time.
 
     A `run` within a `merge_call`, or from another thread, finds the first pool
-    busy and gets another one.
+    busy and gets another one. A forked process has none of its parent's threads,
+    and makes its own.
     """
 
     def __init__(self, size: int, name: str) -> None:
         self._size = size
         self._name = name
         self._lock = threading.Lock()
+        self._process = os.getpid()
         self._free: list[ReplicaPool] = []
 
     def take(self) -> ReplicaPool:
+        if self._process != os.getpid():
+            self._lock, self._process, self._free = threading.Lock(), os.getpid(), []
         with self._lock:
             if self._free:
                 return self._free.pop()

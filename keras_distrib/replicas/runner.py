@@ -38,6 +38,7 @@ class CallerState:
         self.seeds = RunSeeds()
         self.variables = contextvars.copy_context()
         self.grad_enabled = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
         self.autocast = {kind: _autocast_of(kind) for kind in ("cpu", "cuda")}
         self.threads = torch.get_num_threads()
         self.creations: dict[int, dict[Any, list[Any]]] = {}
@@ -49,7 +50,7 @@ class CallerState:
             context.entered(context.Frame(replica.strategy, replica)),
             keras_seam.entered_thread_state(self.keras, str(state.device.torch_device), seeds),
             _on_device(state.device.torch_device),
-            torch.set_grad_enabled(self.grad_enabled),
+            torch.inference_mode() if self.inference else torch.set_grad_enabled(self.grad_enabled),
             self._autocast(),
             # Backward then runs in the replica's own thread on GPUs too: a collective's
             # gradient waits for the other replicas, which may share the GPU's one thread.
@@ -91,8 +92,12 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
     Raises:
         BaseException: what a replica raised, with the replica's number in a note.
     """
-    rows = row_counts((list(args), kwargs))
+    counted = row_counts((list(args), kwargs))
     count = strategy.num_local_replicas
+    # Of several batches a replica has rows if it has rows of any; shares are known
+    # where all agree.
+    rows = [max(own) for own in zip(*counted, strict=True)] if counted else None
+    shared = rows if len(counted) == 1 else None
     active = [index for index in range(count) if rows is None or rows[index] > 0]
     if not active:
         return None
@@ -105,9 +110,9 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
             replica_id=strategy.replica_id(index),
             device=strategy.devices[index],
             num_active=len(active),
-            rows=None if rows is None else rows[index],
-            global_rows=None if rows is None else sum(rows),
-            first_row=None if rows is None else sum(rows[:index]),
+            rows=None if shared is None else shared[index],
+            global_rows=None if shared is None else sum(shared),
+            first_row=None if shared is None else sum(shared[:index]),
         )
         replica = ReplicaContext(strategy, state.replica_id)
         replica.bind(state, Run(meeting, caller, ReplicaSeeds(caller.seeds, state.replica_id)))
@@ -121,7 +126,11 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
     results = _run_in_threads(strategy, caller, meeting, jobs)
     strategy.generator_watch.check(generator)
     caller.seeds.keep()
-    merge_buffers([state for _, state, _ in jobs.values()])
+    states = [state for _, state, _ in jobs.values()]
+    merge_buffers(states)
+    if len(active) < count:
+        for variable in {key: variable for state in states for key, variable in state.written.items()}.values():
+            variable.follow([state.index for state in states if id(variable) in state.written])
     return regroup(results, active, count, rows)
 
 
@@ -145,10 +154,8 @@ def _run_in_threads(strategy: Strategy, caller: CallerState, meeting: Meeting, j
         outcomes.wait(meeting)
     except BaseException as error:
         meeting.stop(error)
-        pool.close()  # a thread may still be busy: do not lend it out again
+        pool.abandon()  # a thread may still be busy: do not lend it out again
         raise
-    finally:
-        _restore_threads(caller.threads)
     strategy.pools.give_back(pool)
     _raise_first(strategy, meeting, outcomes.errors())
     return outcomes.results()
@@ -185,22 +192,31 @@ class _IntraOpThreads(threading.local):
 
 
 _intra_op_threads = _IntraOpThreads()
-_process_default_changed = threading.Event()
+_set_threads_lock = threading.Lock()
 
 
 def _set_threads(count: int) -> None:
-    """Gives the calling replica's thread its share of the cores."""
-    if _intra_op_threads.count != count:
+    """Gives the calling replica's thread its share of the cores.
+
+    torch keeps a number for each thread, and one for threads to come that the same
+    call sets: that one is put back by a thread to come.
+    """
+    if _intra_op_threads.count == count:
+        return
+    torch.get_num_threads()  # a thread's first look sets it to the process' number
+    with _set_threads_lock:
+        default = _in_new_thread(torch.get_num_threads)
         torch.set_num_threads(count)
-        _intra_op_threads.count = count
-        _process_default_changed.set()
+        _in_new_thread(lambda: torch.set_num_threads(default))
+    _intra_op_threads.count = count
 
 
-def _restore_threads(count: int) -> None:
-    """Undoes the other half of what torch sets: the default of threads to come."""
-    if _process_default_changed.is_set():
-        _process_default_changed.clear()
-        torch.set_num_threads(count)
+def _in_new_thread(fn: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(fn()), name="keras_distrib torch settings")
+    thread.start()
+    thread.join()
+    return results[0]
 
 
 class _Outcomes:

@@ -45,6 +45,8 @@ class ReplicaState(keras_seam.StatelessScope):
             by the shares, instead of losses scaled and gradients summed. So it
             is in `Model.fit`.
         torch_modules: the wrapped torch modules that the step has called.
+        written: the variables, of aggregation `none`, that the step has written as
+            its replica's own.
         in_update: whether an optimizer is applying reduced gradients, so that
             writes stay on this replica.
     """
@@ -78,6 +80,7 @@ class ReplicaState(keras_seam.StatelessScope):
         self.in_update = False
         self.loss_is_builtin = False
         self.torch_modules: dict[int, Any] = {}
+        self.written: dict[int, Any] = {}
         self._losses_by_layer: dict[int, list[torch.Tensor]] = {}
         self._layer_attributes: dict[tuple[int, str], Any] = {}
 

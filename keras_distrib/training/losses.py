@@ -70,8 +70,11 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         summed = reduction == "sum" and state.averages_gradients
         return keras_own() / state.share if summed else keras_own()
     values = ops.convert_to_tensor(values, dtype=dtype)
+    # In `fit` every replica takes the same losses, so that they can always meet; in a loop of
+    # one's own only where they must.
     by_rows = mask is None and (sample_weight is None or reduction != "mean_with_sample_weight")
-    if values.ndim == 0 or state.rows is None or (by_rows and state.loss_is_builtin):
+    by_rows = by_rows and state.loss_is_builtin and values.shape[:1] == (state.rows,)
+    if values.ndim == 0 or state.rows is None or (by_rows and not state.averages_gradients):
         return keras_own() if state.averages_gradients else keras_own() * state.share
     part = _part_of_mean(replica, values, sample_weight, mask, reduction, dtype)
     return part / state.share if state.averages_gradients else part

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
 
 from keras_distrib import keras_seam
 from keras_distrib.values import leaves, map_structure, pack_like
+
+
+class _OpenTapes(threading.local):
+    """How many tapes of the calling thread record."""
+
+    tapes = 0
+
+
+_open = _OpenTapes()
 
 
 class GradientTape:
@@ -48,11 +58,14 @@ class GradientTape:
     def __enter__(self) -> GradientTape:
         self._grad_mode = torch.enable_grad()
         self._grad_mode.__enter__()
+        _open.tapes += 1
         return self
 
     def __exit__(self, *exception: Any) -> None:
         if self._grad_mode is not None:
+            _open.tapes -= 1
             self._grad_mode.__exit__(*exception)
+            self._grad_mode = None
 
     def watch(self, tensor: Any) -> None:
         """Records operations on a tensor that is no variable.
@@ -115,7 +128,9 @@ class GradientTape:
                 [tensor for tensor, _ in connected],
                 [sources[position] for position in positions],
                 [gradient for _, gradient in connected],
-                retain_graph=self._persistent,
+                # A tape that is open records the differentiation too.
+                create_graph=_open.tapes > 0,
+                retain_graph=self._persistent or _open.tapes > 0,
                 allow_unused=True,
             )
             for position, gradient in zip(positions, found, strict=True):

@@ -23,7 +23,7 @@ from keras_distrib.data.split import count_rows, split_batch
 from keras_distrib.replicas.state import current_state
 from keras_distrib.strategy import Strategy
 from keras_distrib.training import ownership
-from keras_distrib.values import DistributedValues, map_structure
+from keras_distrib.values import DistributedValues, PerReplica, map_structure, select
 
 Logs = dict[str, Any]
 
@@ -114,10 +114,9 @@ class DistributedTrainer(keras_seam.Trainer):
 
     def _is_plain(self, step: str) -> bool:
         """Whether neither the step nor `compute_metrics` is the user's own."""
-        own = type(self)
-        return getattr(own, step) is getattr(DistributedTrainer, step) and (
-            own.compute_metrics is keras_seam.BaseTrainer.compute_metrics
-        )
+        own = getattr(getattr(self, step), "__func__", None)
+        metrics = getattr(self.compute_metrics, "__func__", None)
+        return own is getattr(DistributedTrainer, step) and metrics is keras_seam.BaseTrainer.compute_metrics
 
     def _without_logs(self, step: Callable[[Any], tuple[Any, Any, Any, Any]]) -> Callable[[Any], None]:
         """A step that leaves the metrics' results, which are global, to be read once."""
@@ -144,7 +143,10 @@ class DistributedTrainer(keras_seam.Trainer):
             for batch in data:
                 parts, rows = split_batch(batch, strategy.devices)
                 self._announce(rows)
-                results.append(combine(strategy.run(replica_step, args=(parts,))))
+                if not rows and combine == self._joined_outputs:
+                    results.append(step(select(0, parts)))  # nothing to run, but outputs have shapes
+                else:
+                    results.append(combine(strategy.run(replica_step, args=(parts,))))
             if len(results) == 1 or combine == self._combined_logs:
                 return results[-1]
             return keras.tree.map_structure(lambda *parts: torch.cat(parts), *results)
@@ -156,13 +158,22 @@ class DistributedTrainer(keras_seam.Trainer):
         metrics = self.get_metrics_result()
         if not isinstance(result, dict):
             return metrics if result is None else result
-        return {name: metrics[name] if name in metrics else _row_mean(value) for name, value in result.items()}
+        return {name: metrics[name] if name in metrics else _global_value(value) for name, value in result.items()}
 
     def _joined_outputs(self, result: Any) -> Any:
+        """The outputs of all rows, in order; of what has no row per input row, the first replica's."""
         strategy = self.distribute_strategy
-        return map_structure(lambda leaf: strategy.gather(leaf, axis=0), result)
 
-    # Keras' entry points, in the strategy's scope.
+        def join(leaf: Any) -> Any:
+            if not isinstance(leaf, PerReplica) or leaf.rows is None:
+                return leaf
+            lengths = [value.shape[0] if value.ndim else None for value in leaf.active_values]
+            by_rows = lengths == [rows for rows in leaf.rows if rows]
+            return strategy.gather(leaf, axis=0) if by_rows else leaf.active_values[0]
+
+        return map_structure(join, result)
+
+    # Keras' entry points.
 
     @functools.wraps(keras_seam.Trainer.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +214,8 @@ class DistributedTrainer(keras_seam.Trainer):
         if data_batch is not None:
             data_batch = keras.tree.map_structure(_as_tensor, data_batch)
             count_rows(data_batch)
-        super()._symbolic_build(iterator, data_batch)
+        with self._distribute_strategy.scope():
+            super()._symbolic_build(iterator, data_batch)
         ownership.check_model(self, self._distribute_strategy)
         self._announce(getattr(getattr(iterator, "data_adapter", None), "batch_size", None))
 
@@ -215,7 +227,7 @@ class DistributedTrainer(keras_seam.Trainer):
 
     @contextlib.contextmanager
     def _on_strategy(self, method: str, synchronize: bool = False) -> Iterator[None]:
-        """In the scope of the model's strategy, after a check that it owns the model.
+        """A call on a model, after a check that its strategy owns it and may run.
 
         `synchronize` gives every replica the state that reading the model gives, so
         that all of them evaluate with the same.
@@ -226,13 +238,13 @@ class DistributedTrainer(keras_seam.Trainer):
                 ownership.refuse_model(self, context.get_strategy(), method)
             yield
             return
-        # Keras reads batches and results on the CPU here; replicas have their own devices.
-        with strategy.scope(), keras_seam.device("cpu"):
-            ownership.check_model(self, strategy)
-            if synchronize:
-                for variable in self.non_trainable_variables:
-                    variable.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
-            yield
+        # Not in its scope: callbacks may train and make models that are none of its.
+        context.require_cross_replica(strategy)
+        ownership.check_model(self, strategy)
+        if synchronize:
+            for variable in self.non_trainable_variables:
+                variable.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
+        yield
 
     def _announce(self, batch_size: int | None) -> None:
         strategy = self._distribute_strategy
@@ -276,8 +288,12 @@ def _gradients(loss: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Te
     return gradients
 
 
-def _row_mean(value: Any) -> Any:
-    """The row-weighted mean of a scalar that each replica's step returned."""
+def _global_value(value: Any) -> Any:
+    """What one device would have returned: a metric's global result, or a scalar's mean over rows."""
+    first = value.active_values[0] if isinstance(value, PerReplica) else value
+    metric = getattr(first, "_keras_distrib_metric", None)
+    if metric is not None:
+        return metric.result()
     if not isinstance(value, DistributedValues):
         return value
     rows = getattr(value, "rows", None) or [1] * len(value.values)
