@@ -82,8 +82,9 @@ class DistributedVariable(keras_seam.Variable):
             # No scope, or one within a replica's step that does not map this variable.
             replica = context.running_replica()
             if replica is not None and replica.state is not None:
-                value = self.read_in_replica(replica.state)
+                value = replica.state.get_current_value(self)
             else:
+                context.require_same_strategy(self._strategy)
                 value = self.read_across_replicas()
         return self._maybe_autocast(value)
 

@@ -80,6 +80,17 @@ class TestBatchNorm:
         assert layers.BatchNormalization.from_config(norm.get_config()).synchronized
 
 
+class SelfAttention(layers.Layer):
+    """Attention of a sequence to itself, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = layers.MultiHeadAttention(2, 2, dropout=0.2)
+
+    def call(self, x, training=False):
+        return self.attend(x, x, training=training)
+
+
 class TestRandomness:
     @staticmethod
     def model():
@@ -90,6 +101,7 @@ class TestRandomness:
                 layers.Dropout(0.5),
                 layers.GaussianNoise(0.1, seed=4),
                 layers.Reshape((4, 4)),
+                SelfAttention(),
                 layers.LSTM(4, dropout=0.3, recurrent_dropout=0.3),
                 layers.Dropout(0.2, seed=1),
                 layers.Dense(2),
@@ -251,6 +263,45 @@ class TestOptimizers:
         strategy.run(lambda: optimizer.apply([torch.tensor(3.0), torch.tensor(1.0)], [scale, weight]))
         assert components(scale) == [3.0, 3.0]
         assert components(weight) == [-1.0, -1.0]
+
+
+class TestCustomLoop:
+    """A loop of one's own, on one device and on replicas."""
+
+    @pytest.mark.parametrize("loss_reduction", ["none", "sum_over_batch_size"])
+    def test_weights_losses_and_metrics(self, replicas, loss_reduction):
+        labels = RNG.integers(0, 2, size=(20, 1)).astype("float32")
+        batches = [(torch.tensor(X[i : i + 6]), torch.tensor(labels[i : i + 6])) for i in range(0, 20, 6)]
+        ended = []
+        for strategy in (kd.get_strategy(), strategy_of(replicas)):
+            keras.utils.set_random_seed(2)
+            with strategy.scope():
+                model = keras.Sequential([layers.Input((5,)), layers.Dense(4, "tanh"), layers.Dense(1)])
+                optimizer = keras.optimizers.Adam(0.05)
+                metrics = [keras.metrics.BinaryAccuracy(threshold=0.0), keras.metrics.AUC(from_logits=True)]
+            loss_object = keras.losses.BinaryCrossentropy(from_logits=True, reduction=loss_reduction)
+
+            def step(inputs, model=model, optimizer=optimizer, metrics=metrics, loss_object=loss_object):
+                x, y = inputs
+                rows = kd.get_replica_context().global_rows or len(x)
+                with kd.GradientTape() as tape:
+                    predicted = model(x, training=True)
+                    loss = loss_object(y, predicted)
+                    if loss_reduction == "none":
+                        loss = kd.compute_average_loss(loss, global_batch_size=rows)
+                gradients = tape.gradient(loss, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+                for metric in metrics:
+                    metric.update_state(y, predicted.detach())
+                return loss.detach()
+
+            logged = []
+            for _ in range(3):
+                for batch in strategy.experimental_distribute_dataset(batches):
+                    logged.append(float(strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)))
+            ended.append([np.array(logged), *model.get_weights(), *(float(metric.result()) for metric in metrics)])
+        for own, its in zip(*ended, strict=True):
+            np.testing.assert_allclose(its, own, rtol=1e-5, atol=1e-6)
 
 
 class TestTorchModules:

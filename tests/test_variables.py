@@ -186,6 +186,11 @@ class TestMirrored:
             variable.assign(2.0)
         with pytest.raises(RuntimeError, match="Mixing different"):
             other.run(lambda: variable.assign_add(2.0))
+        for read in (lambda: variable.value, lambda: variable + 1):
+            with pytest.raises(RuntimeError, match="Mixing different"):
+                other.run(read)
+            with other.scope(), pytest.raises(RuntimeError, match="Mixing different"):
+                read()
 
     def test_wrong_shape(self, two):
         with pytest.raises(ValueError, match="must match"):

@@ -106,6 +106,7 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
     jobs = {}
     for index in active:
         state = ReplicaState(
+            strategy=strategy,
             index=index,
             replica_id=strategy.replica_id(index),
             device=strategy.devices[index],

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from keras_distrib import keras_seam
+from keras_distrib import context, keras_seam
 from keras_distrib.devices import Device
+
+if TYPE_CHECKING:
+    from keras_distrib.strategy import Strategy
 
 
 class ReplicaVariable(Protocol):
@@ -31,6 +34,7 @@ class ReplicaState(keras_seam.StatelessScope):
     """The state of one replica while it runs a step.
 
     Attributes:
+        strategy: the strategy that runs it.
         index: the replica's index on this machine.
         replica_id: its id among all replicas in sync.
         device: the device it computes on.
@@ -55,6 +59,7 @@ class ReplicaState(keras_seam.StatelessScope):
 
     def __init__(
         self,
+        strategy: Strategy,
         index: int,
         replica_id: int,
         device: Device,
@@ -68,6 +73,7 @@ class ReplicaState(keras_seam.StatelessScope):
         self.initialize_variables = False
         self.losses: list[torch.Tensor] = []
         self.state_mapping: dict[int, torch.Tensor] = {}
+        self.strategy = strategy
         self.index = index
         self.replica_id = replica_id
         self.device = device
@@ -90,6 +96,8 @@ class ReplicaState(keras_seam.StatelessScope):
         if value is not None:
             return value
         if hasattr(variable, "read_in_replica"):
+            if variable.strategy is not self.strategy:
+                context.require_same_strategy(variable.strategy)
             return variable.read_in_replica(self)
         return variable._value
 

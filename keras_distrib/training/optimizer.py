@@ -159,7 +159,9 @@ def _update_absent(replica: ReplicaContext, original: Apply, grads: Gradients, v
         return
     for index in set(range(strategy.num_local_replicas)) - set(replica.participants):
         device = strategy.devices[index]
-        absent = ReplicaState(index, strategy.replica_id(index), device, state.num_active, 0, state.global_rows)
+        absent = ReplicaState(
+            strategy, index, strategy.replica_id(index), device, state.num_active, 0, state.global_rows
+        )
         moved = [None if grad is None else grad.to(device.torch_device) for grad in grads]
         with replica.standing_in(absent), absent.updating():
             original(moved, variables)
