@@ -465,3 +465,60 @@ class TestStepsWrittenAsForOneDevice:
         for name, values in own.items():
             np.testing.assert_allclose(its[name], values, rtol=1e-5, err_msg=name)
         assert_weights_close(model, other)
+
+
+class Gan(keras.Model):
+    """Two networks and two optimizers in one step, as Keras documents it."""
+
+    def __init__(self):
+        super().__init__()
+        dense = keras.layers.Dense
+        self.generator = keras.Sequential([keras.layers.Input((4,)), dense(8, "relu"), dense(6)])
+        self.discriminator = keras.Sequential([keras.layers.Input((6,)), dense(8, "relu"), dense(1)])
+        self.losses_by_name = {name: keras.metrics.Mean(name=name) for name in ("d_loss", "g_loss")}
+        self.built = True
+
+    def compile(self, d_optimizer, g_optimizer):
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+        self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    @property
+    def metrics(self):
+        return list(self.losses_by_name.values())
+
+    def update(self, network, optimizer, name, loss):
+        network.zero_grad()
+        loss.backward()
+        weights = network.trainable_weights
+        with torch.no_grad():
+            optimizer.apply([v.value.grad for v in weights], weights)
+        self.losses_by_name[name].update_state(loss)
+
+    def train_step(self, data):
+        (real, latent), _ = data
+        rows = len(real)
+        both = torch.cat([self.generator(latent).detach(), real])
+        labels = torch.cat([torch.ones(rows, 1), torch.zeros(rows, 1)])
+        self.update(self.discriminator, self.d_optimizer, "d_loss", self.loss_fn(labels, self.discriminator(both)))
+        fooled = self.discriminator(self.generator(latent))
+        self.update(self.generator, self.g_optimizer, "g_loss", self.loss_fn(torch.zeros(rows, 1), fooled))
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def test_a_gan(any_strategy):
+    """The discriminator's loss has two values per row; its mean is over all of them."""
+    latent = RNG.normal(size=(ROWS, 4)).astype("float32")
+
+    def build():
+        model = Gan()
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.01))
+        return model
+
+    model, other = made(None, build), made(any_strategy, build)
+    options = {"batch_size": 6, "epochs": 3, "shuffle": False, "verbose": 0}
+    own, its = (m.fit((X, latent), np.zeros(ROWS), **options).history for m in (model, other))
+    assert set(its) == {"d_loss", "g_loss"}
+    for name, values in own.items():
+        np.testing.assert_allclose(its[name], values, rtol=1e-5)
+    assert_weights_close(model, other)
