@@ -32,6 +32,7 @@ def install() -> None:
             moments=normalization.moments,
             call_torch_module=_call_torch_module,
             layer_attributes=_layer_attributes,
+            keep_attribute=_keep_attribute,
             dropout_generator=_dropout_generator,
             layer_losses=_layer_losses,
             fold_seed=fold_replica_into,
@@ -61,6 +62,12 @@ def _call_torch_module(
 def _layer_attributes() -> dict[tuple[int, str], Any] | None:
     state = _state_of_several()
     return None if state is None else state.layer_attributes()
+
+
+def _keep_attribute(layer: Any, name: str) -> None:
+    state = current_state()
+    if state is not None:
+        state.set_attributes[(id(layer), name)] = layer
 
 
 def _dropout_generator(device: torch.device) -> torch.Generator | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -130,7 +131,8 @@ class Hooks:
         maybe_build: `(layer, original)` in place of building an unbuilt layer.
         reduce_loss: `(values, sample_weight, mask, reduction, dtype)` in place of
             `reduce_weighted_values`.
-        loss_call: `(loss, original)` around a `Loss` object's call.
+        loss_call: `(loss, original, y_true, y_pred, sample_weight)` in place of a
+            `Loss` object's call.
         scalar_weight: the weight in a `Mean` or `Sum` metric of a scalar that a
             step gives without one; None leaves it to Keras.
         moments: `(layer, original, inputs, mask)` in place of
@@ -139,6 +141,8 @@ class Hooks:
             of `TorchModuleWrapper.call`.
         layer_attributes: where a layer's attributes of one call are kept in the
             calling replica, by layer and name; None outside of one.
+        keep_attribute: `(layer, name)` notes an attribute that a step sets, whose
+            first replica's value stays when the run ends.
         dropout_generator: the calling replica's generator for unseeded dropout on
             a device, or None outside of one.
         layer_losses: the list that holds a layer's `add_loss` values in the
@@ -155,11 +159,12 @@ class Hooks:
     apply: Callable[[Any, Callable[..., Any], Any, Any], Any]
     maybe_build: Callable[[Any, Callable[[], None]], None]
     reduce_loss: Callable[..., Any]
-    loss_call: Callable[[Any, Callable[[], Any]], Any]
+    loss_call: Callable[..., Any]
     scalar_weight: Callable[[], float | None]
     moments: Callable[..., Any]
     call_torch_module: Callable[..., Any]
     layer_attributes: Callable[[], dict[tuple[int, str], Any] | None]
+    keep_attribute: Callable[[Any, str], None]
     dropout_generator: Callable[[torch.device], torch.Generator | None]
     layer_losses: Callable[[Any], list[Any] | None]
     fold_seed: Callable[[Any], Any]
@@ -345,6 +350,26 @@ def _install_layers_with_state(hooks: Hooks) -> None:
 
     wrapper.call = call
 
+    # What a step keeps in attributes of layers and models is each replica's own.
+    original_setattr = _Layer.__setattr__
+    tracked = (Variable, torch.nn.Module, keras.metrics.Metric, keras.random.SeedGenerator)
+
+    def setattr_(self: Any, name: str, value: Any) -> None:
+        kept = hooks.layer_attributes()
+        if kept is None or isinstance(value, tracked) or _set_by_keras():
+            original_setattr(self, name, value)
+            return
+        found = inspect.getattr_static(type(self), name, _MISSING)
+        if not isinstance(found, property):
+            setattr(type(self), name, _replica_attribute(hooks, name, default=found))
+        elif not getattr(found.fget, "_keras_distrib", False):
+            original_setattr(self, name, value)  # the class' own property
+            return
+        hooks.keep_attribute(self, name)
+        kept[(id(self), name)] = value
+
+    _Layer.__setattr__ = setattr_
+
     # A stateful RNN expects its state's rows; a replica has a part of them.
     _RNN._expected_batch_size = _replica_attribute(hooks, "_expected_batch_size", absent=None)
 
@@ -373,18 +398,28 @@ def _install_layers_with_state(hooks: Hooks) -> None:
 _MISSING = object()
 
 
-def _replica_attribute(hooks: Hooks, name: str, absent: Any = _MISSING) -> property:
+def _set_by_keras() -> bool:
+    """Whether the code that sets an attribute, two calls up, is Keras' own."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("keras.src")
+
+
+def _replica_attribute(hooks: Hooks, name: str, absent: Any = _MISSING, default: Any = _MISSING) -> property:
     """An attribute that each replica has of its own; outside of replicas an ordinary one.
 
-    `absent` is what a replica reads that has not set it.
+    `absent` is what a replica reads that has not set it; without it, what was set
+    outside of replicas, or `default`, which the class had before.
     """
 
     def get(self: Any) -> Any:
         kept = hooks.layer_attributes()
-        value = self.__dict__.get(name, _MISSING) if kept is None else kept.get((id(self), name), absent)
+        value = _MISSING if kept is None else kept.get((id(self), name), absent)
+        if value is _MISSING:
+            value = self.__dict__.get(name, default)
         if value is _MISSING:
             raise AttributeError(name)
         return value
+
+    get._keras_distrib = True  # type: ignore[attr-defined]
 
     def set_(self: Any, value: Any) -> None:
         kept = hooks.layer_attributes()
@@ -393,7 +428,14 @@ def _replica_attribute(hooks: Hooks, name: str, absent: Any = _MISSING) -> prope
         else:
             kept[(id(self), name)] = value
 
-    return property(get, set_)
+    def delete(self: Any) -> None:
+        kept = hooks.layer_attributes()
+        if self.__dict__.pop(name, _MISSING) is _MISSING and (kept is None or (id(self), name) not in kept):
+            raise AttributeError(name)
+        if kept is not None:
+            kept.pop((id(self), name), None)
+
+    return property(get, set_, delete)
 
 
 def _install_losses(hooks: Hooks) -> None:
@@ -412,7 +454,7 @@ def _install_losses(hooks: Hooks) -> None:
 
     @functools.wraps(original_call)
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        return hooks.loss_call(self, functools.partial(original_call, self, y_true, y_pred, sample_weight))
+        return hooks.loss_call(self, functools.partial(original_call, self), y_true, y_pred, sample_weight)
 
     _loss_module.reduce_weighted_values = reduce_weighted_values
     _loss_module.Loss.__call__ = call
@@ -475,6 +517,15 @@ def is_builtin_loss(loss: Any) -> bool:
     if not type(loss).__module__.startswith("keras.src.losses"):
         return False
     return not isinstance(loss, _LossFunctionWrapper) or loss.fn.__module__.startswith("keras.src.losses")
+
+
+def compares_rows(loss: Any) -> bool:
+    """Whether a loss is one of Keras' own that is no mean of what each row gives alone."""
+    return isinstance(loss, keras.losses.Dice | keras.losses.Tversky | keras.losses.Circle)
+
+
+def has_mask(tensor: Any) -> bool:
+    return getattr(tensor, "_keras_mask", None) is not None
 
 
 def thread_state() -> dict[str, Any]:

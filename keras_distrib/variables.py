@@ -159,6 +159,8 @@ class DistributedVariable(keras_seam.Variable):
             return
         if self.writes_are_equal or self.trainable:
             self._write_for_absent(state, value)
+            if state.averages_gradients:
+                state.written_alike[id(self)] = self
         else:
             self._written.add(state.index)
             if self.aggregation == "none":
@@ -442,13 +444,22 @@ class GradientAccumulator(SyncOnReadVariable):
     Keras creates it with aggregation `none`; read across replicas it is the sum.
     """
 
+    _holds_sums = False
+
     @property
     def aggregation(self) -> str:
-        return "sum"
+        return "only_first_replica" if self._holds_sums else "sum"
+
+    def hold_sums(self) -> None:
+        """From now on every component is given gradients that are summed already."""
+        if not self._holds_sums:
+            total = self.read_across_replicas().clone()
+            self._holds_sums = True
+            self._assign_components(total)
 
     def _assign_components(self, value: torch.Tensor) -> None:
         for index, component in enumerate(self._components):
-            copy_into(component, torch.zeros_like(component) if index else value)
+            copy_into(component, torch.zeros_like(component) if index and not self._holds_sums else value)
 
 
 class BatchVariable(CentralVariable):

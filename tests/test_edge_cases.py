@@ -384,3 +384,202 @@ class TestThreadsAndProcesses:
 
 def test_no_signal_handler_was_changed():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def compared(build, counts=(2, 3), y=Y, **options):
+    """Trains on one device and on replicas; returns (history, weights) of each."""
+    trained = []
+    for count in (None, *counts):
+        keras.utils.set_random_seed(1)
+        with (kd.get_strategy() if count is None else strategy_of(count)).scope():
+            model = build()
+        history = model.fit(X, y, **{"batch_size": 5, "epochs": 2, "shuffle": False, "verbose": 0, **options}).history
+        trained.append((history, model.get_weights(), model))
+    return trained
+
+
+def assert_alike(trained):
+    (history, weights, _), *others = trained
+    for its, other, _ in others:
+        assert list(its) == list(history)
+        for own, found in zip(history.values(), its.values(), strict=True):
+            np.testing.assert_allclose(found, own, rtol=2e-5, atol=1e-6)
+        for own, found in zip(weights, other, strict=True):
+            np.testing.assert_allclose(found, own, rtol=1e-5, atol=2e-6)
+
+
+class TestAttributesThatStepsSet:
+    class Remembering(keras.Model):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = layers.Dense(200, "tanh"), layers.Dense(1)
+            self.code = None
+
+        def call(self, x):
+            self.code = self.encoder(x)
+            self.calls += 1
+            return self.decoder(self.code)
+
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            loss = super().compute_loss(x, y, y_pred, sample_weight)
+            return loss + keras.ops.mean(keras.ops.square(self.code))
+
+    def test_they_are_each_replicas_own_and_the_first_ones_stay(self):
+        def build():
+            model = self.Remembering()
+            model.compile("sgd", "mse")
+            model(X[:2])
+            model.calls = 0
+            return model
+
+        trained = compared(build, epochs=8)
+        assert_alike(trained)
+        for _, _, model in trained:
+            assert model.calls == trained[0][2].calls >= 24
+            assert model.code.shape[0] <= 3
+        del trained[0][2].calls  # back to the class' value
+        assert trained[0][2].calls == 0
+
+
+class TestReturnedLogs:
+    def test_nested_results_and_losses_by_name(self):
+        class Custom(keras.Sequential):
+            def train_step(self, data):
+                x, y = data
+                self.zero_grad()
+                predicted = self(x, training=True)
+                loss = self.compute_loss(y=y, y_pred=predicted)
+                loss.backward()
+                weights = self.trainable_weights
+                with torch.no_grad():
+                    self.optimizer.apply([w.value.grad for w in weights], weights)
+                for metric in self.metrics:
+                    if metric.name == "loss":
+                        metric.update_state(loss)
+                    else:
+                        metric.update_state(y, predicted)
+                return {metric.name: metric.result() for metric in self.metrics} | {"extra": x.mean()}
+
+        def build():
+            model = Custom([layers.Input((3,)), layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=["mae"])
+            return model
+
+        assert_alike(compared(build))
+
+    def test_a_returned_loss_is_not_the_unused_loss_metric(self):
+        class Custom(keras.Sequential):
+            def train_step(self, data):
+                logs = super().train_step(data)
+                return {"loss": 2 * logs["loss"].detach() * 0 + 7.0, "other": data[0].mean()}
+
+        def build():
+            model = Custom([layers.Input((3,)), layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+
+        trained = compared(build, counts=(1, 3))
+        assert_alike(trained)
+        assert trained[1][0]["loss"] == [7.0, 7.0]
+
+
+class TestLossesThatAreNoMeansOfRows:
+    def test_add_loss_of_a_tensor_of_rows(self):
+        class Adding(layers.Layer):
+            def call(self, x):
+                self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x), -1))
+                return x
+
+        def build():
+            model = keras.Sequential([layers.Input((3,)), layers.Dense(4), Adding(), layers.Dense(1)])
+            model.compile("sgd", "mse")
+            return model
+
+        assert_alike(compared(build))
+
+    @pytest.mark.parametrize("name", ["Dice", "Tversky", "Circle"])
+    def test_losses_that_compare_rows(self, name):
+        classes = (np.arange(13) % 3).astype("int64")
+        y = classes if name == "Circle" else np.eye(3, dtype="float32")[classes]
+
+        def build():
+            model = keras.Sequential([layers.Input((3,)), layers.Dense(3, "sigmoid"), layers.UnitNormalization()])
+            model.compile(keras.optimizers.SGD(0.01), getattr(keras.losses, name)())
+            return model
+
+        assert_alike(compared(build, counts=(2, 3, 5), y=y))
+
+    def test_losses_of_two_batches_of_different_sizes(self):
+        loss = keras.losses.MeanSquaredError()
+        data = [(torch.tensor(X[:7]), torch.tensor(Y[:7])), (torch.tensor(X[7:9]), torch.tensor(Y[7:9]))]
+        expected = sum(float(loss(y, x.sum(1, keepdim=True) * 2)) for x, y in data)
+        for count in (2, 3, 5):
+            strategy = strategy_of(count)
+            first, second = strategy.experimental_distribute_dataset(data)
+            parts = strategy.run(
+                lambda *batches: sum(loss(y, x.sum(1, keepdim=True) * 2) for x, y in batches), args=(first, second)
+            )
+            assert float(strategy.reduce("SUM", parts, None)) == pytest.approx(expected, rel=1e-5)
+
+
+class TestWeightsThatDrift:
+    @pytest.mark.parametrize("reduced", [False, True])
+    def test_a_step_that_updates_weights_itself(self, two, reduced):
+        class Own(keras.Sequential):
+            def train_step(self, data):
+                x, y = data
+                self.zero_grad()
+                keras.ops.mean(keras.ops.square(y - self(x))).backward()
+                with torch.no_grad():
+                    for weight in self.trainable_weights:
+                        gradient = weight.value.grad
+                        if reduced:
+                            gradient = kd.get_replica_context().all_reduce("mean", gradient)
+                        weight.assign_sub(0.05 * gradient)
+                return {"one": 1.0}
+
+        with two.scope():
+            model = Own([layers.Input((3,)), layers.Dense(1)])
+            model.compile("sgd", "mse")
+        if reduced:
+            model.fit(X, Y, batch_size=6, verbose=0)
+        else:
+            with pytest.raises(RuntimeError, match="different values to a trainable variable on different replicas"):
+                model.fit(X, Y, batch_size=6, verbose=0)
+
+    def test_saving_in_the_middle_of_accumulation_under_loss_scaling(self, tmp_path):
+        ended = []
+        for count in (None, 2, 3):
+            strategy = kd.get_strategy() if count is None else strategy_of(count)
+            keras.utils.set_random_seed(1)
+            with strategy.scope():
+                model = keras.Sequential([layers.Input((3,)), layers.Dense(1)])
+                inner = keras.optimizers.SGD(0.05, gradient_accumulation_steps=3)
+                model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=4.0), "mse")
+            model.fit(X[:10], Y[:10], batch_size=5, shuffle=False, verbose=0)
+            model.save(tmp_path / "model.keras")
+            with strategy.scope():
+                model = keras.models.load_model(tmp_path / "model.keras")
+            model.fit(X[8:13], Y[8:13], batch_size=5, shuffle=False, verbose=0)
+            ended.append(model.get_weights())
+            for variable in model.trainable_variables if count else ():
+                assert all(torch.equal(variable.components[0], other) for other in variable.components)
+        for other in ended[1:]:
+            for own, its in zip(ended[0], other, strict=True):
+                np.testing.assert_allclose(its, own, rtol=1e-5, atol=1e-6)
+
+    def test_a_torch_module_that_is_frozen_late(self, two):
+        with two.scope():
+            module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+            model = keras.Sequential([layers.Input((3,)), layers.TorchModuleWrapper(module, output_shape=(None, 1))])
+            model.compile("sgd", "mse")
+        model.fit(X, Y, verbose=0)
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        for parameter in module[0].parameters():
+            parameter.requires_grad_(False)
+        with pytest.warns(UserWarning, match="Gradients do not exist"):
+            model.fit(X, Y, verbose=0)
+        after = list(module.parameters())
+        assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False, False]

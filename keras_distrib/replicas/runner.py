@@ -114,6 +114,7 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
             rows=None if shared is None else shared[index],
             global_rows=None if shared is None else sum(shared),
             first_row=None if shared is None else sum(shared[:index]),
+            is_counted=bool(counted),
         )
         replica = ReplicaContext(strategy, state.replica_id)
         replica.bind(state, Run(meeting, caller, ReplicaSeeds(caller.seeds, state.replica_id)))
@@ -129,10 +130,32 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
     caller.seeds.keep()
     states = [state for _, state, _ in jobs.values()]
     merge_buffers(states)
+    _keep_attributes(states[0])
+    _check_written_alike(states)
     if len(active) < count:
         for variable in {key: variable for state in states for key, variable in state.written.items()}.values():
             variable.follow([state.index for state in states if id(variable) in state.written])
     return regroup(results, active, count, rows)
+
+
+def _keep_attributes(first: ReplicaState) -> None:
+    """Leaves the layers the attributes that the first replica's step has set."""
+    for (key, name), layer in first.set_attributes.items():
+        if (key, name) in first.layer_attributes():
+            layer.__dict__[name] = first.layer_attributes()[(key, name)]
+
+
+def _check_written_alike(states: list[ReplicaState]) -> None:
+    """Raises if steps that are written as for one device have set weights apart."""
+    written = {key: variable for state in states for key, variable in state.written_alike.items()}
+    for variable in written.values():
+        first, *others = (variable.components[state.index] for state in states)
+        if any(not torch.equal(first, other.to(first.device)) for other in others):
+            raise RuntimeError(
+                "A step assigned different values to a trainable variable on different replicas, whose copies must "
+                f"stay equal. Received: {variable.path}. Update weights with a Keras optimizer, which averages "
+                "gradients, or reduce what is assigned with `get_replica_context().all_reduce`."
+            )
 
 
 class _Call:

@@ -41,6 +41,8 @@ class ReplicaState(keras_seam.StatelessScope):
         rows: rows of its part of the batch; None if the batch was not counted.
         global_rows: rows of the whole batch; None likewise.
         first_row: where its part begins in the batch; None likewise.
+        is_counted: whether the step got a batch that the strategy split; rows are
+            None all the same where it got several of different sizes.
         share: its part of a mean over the whole batch: rows / global_rows, or
             one part of the replicas that run where rows are unknown.
         num_active: how many replicas run this step.
@@ -51,6 +53,9 @@ class ReplicaState(keras_seam.StatelessScope):
         torch_modules: the wrapped torch modules that the step has called.
         written: the variables, of aggregation `none`, that the step has written as
             its replica's own.
+        set_attributes: the layers whose attributes the step has set, by layer and
+            attribute.
+        written_alike: the trainable variables that the step has written itself.
         in_update: whether an optimizer is applying reduced gradients, so that
             writes stay on this replica.
     """
@@ -67,6 +72,7 @@ class ReplicaState(keras_seam.StatelessScope):
         rows: int | None,
         global_rows: int | None,
         first_row: int | None = None,
+        is_counted: bool = False,
     ) -> None:
         # The base class' constructor converts a mapping that is not needed here.
         self.collect_losses = True
@@ -81,14 +87,18 @@ class ReplicaState(keras_seam.StatelessScope):
         self.rows = rows
         self.global_rows = global_rows
         self.first_row = first_row
+        self.is_counted = is_counted
         self.share = rows / global_rows if rows is not None and global_rows else 1.0 / num_active
         self.averages_gradients = False
         self.in_update = False
         self.loss_is_builtin = False
+        self.loss_is_global = False
         self.torch_modules: dict[int, Any] = {}
         self.written: dict[int, Any] = {}
         self._losses_by_layer: dict[int, list[torch.Tensor]] = {}
         self._layer_attributes: dict[tuple[int, str], Any] = {}
+        self.set_attributes: dict[tuple[int, str], Any] = {}
+        self.written_alike: dict[int, Any] = {}
 
     def get_current_value(self, variable: Any) -> torch.Tensor:
         """This replica's tensor of a variable."""
@@ -119,6 +129,16 @@ class ReplicaState(keras_seam.StatelessScope):
     def layer_attributes(self) -> dict[tuple[int, str], Any]:
         """What layers keep in Python attributes during a call, by layer and name."""
         return self._layer_attributes
+
+    @contextlib.contextmanager
+    def taking(self, **flags: bool) -> Iterator[None]:
+        """While a loss is computed: `loss_is_builtin`, or `loss_is_global`."""
+        outer = {name: getattr(self, name) for name in flags}
+        self.__dict__.update(flags)
+        try:
+            yield
+        finally:
+            self.__dict__.update(outer)
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:

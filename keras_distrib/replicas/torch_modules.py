@@ -40,6 +40,8 @@ def module_of(wrapper: Any, state: ReplicaState) -> torch.nn.Module | None:
         if id(wrapper) not in state.torch_modules:
             state.torch_modules[id(wrapper)] = wrapper
             _copy_buffers(wrapper.module, module)
+            for variable in variables:  # parameters that were frozen since
+                variable.read_in_replica(state).requires_grad_(variable._value.requires_grad)
     return module
 
 

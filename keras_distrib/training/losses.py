@@ -31,16 +31,23 @@ ops = keras_seam.ops
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
-def call_loss(loss: Any, original: Callable[[], Any]) -> Any:
-    """Stands around a `Loss` object's call: notes whether the loss is Keras' own."""
-    state = current_state()
-    if state is None:
-        return original()
-    outer, state.loss_is_builtin = state.loss_is_builtin, keras_seam.is_builtin_loss(loss)
-    try:
-        return original()
-    finally:
-        state.loss_is_builtin = outer
+def call_loss(loss: Any, original: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """Stands in for a `Loss` object's call.
+
+    Losses that compare rows with one another are computed on all replicas' rows,
+    gathered; for all others it is noted whether the loss is Keras' own.
+    """
+    state, replica = current_state(), context.running_replica()
+    if state is None or replica is None or state.num_active == 1:
+        return original(y_true, y_pred, sample_weight)
+    if keras_seam.compares_rows(loss) and state.is_counted and not keras_seam.has_mask(y_pred):
+        given = [y_true, y_pred] if sample_weight is None else [y_true, y_pred, sample_weight]
+        gathered = replica.all_gather([ops.convert_to_tensor(value) for value in given], axis=0)
+        with state.taking(loss_is_global=True):
+            value = original(*gathered)
+        return value if state.averages_gradients else value / state.num_active
+    with state.taking(loss_is_builtin=keras_seam.is_builtin_loss(loss)):
+        return original(y_true, y_pred, sample_weight)
 
 
 def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction: Any, dtype: Any) -> Any:
@@ -64,7 +71,7 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         )
 
     state, replica = current_state(), context.running_replica()
-    if state is None or replica is None or state.num_active == 1:
+    if state is None or replica is None or state.num_active == 1 or state.loss_is_global:
         return keras_own()
     if reduction not in _MEANS:
         summed = reduction == "sum" and state.averages_gradients
@@ -74,7 +81,7 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
     # one's own only where they must.
     by_rows = mask is None and (sample_weight is None or reduction != "mean_with_sample_weight")
     by_rows = by_rows and state.loss_is_builtin and values.shape[:1] == (state.rows,)
-    if values.ndim == 0 or state.rows is None or (by_rows and not state.averages_gradients):
+    if values.ndim == 0 or not state.is_counted or (by_rows and not state.averages_gradients):
         return keras_own() if state.averages_gradients else keras_own() * state.share
     part = _part_of_mean(replica, values, sample_weight, mask, reduction, dtype)
     return part / state.share if state.averages_gradients else part

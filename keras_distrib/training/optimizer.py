@@ -14,7 +14,7 @@ from keras_distrib.options import ReduceOp
 from keras_distrib.replicas.replica_context import ReplicaContext
 from keras_distrib.replicas.state import ReplicaState
 from keras_distrib.strategy import Strategy
-from keras_distrib.variables import DistributedVariable
+from keras_distrib.variables import DistributedVariable, GradientAccumulator
 
 Gradients = list[torch.Tensor | None]
 Apply = Callable[..., Any]
@@ -88,6 +88,10 @@ def _apply_everywhere(
 
     def act(contributions: list[Contribution]) -> list[Gradients]:
         _build(optimizer, variables)
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        for accumulator in getattr(inner, "_accumulated_gradients", ()):
+            if isinstance(accumulator, GradientAccumulator):
+                accumulator.hold_sums()
         return sum_gradients(replica, contributions, variables or optimizer._trainable_variables)
 
     summed = replica.meet_across(name, Contribution.of(replica.run_state, grads), act)

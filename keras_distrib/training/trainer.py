@@ -23,7 +23,7 @@ from keras_distrib.data.split import count_rows, split_batch
 from keras_distrib.replicas.state import current_state
 from keras_distrib.strategy import Strategy
 from keras_distrib.training import ownership
-from keras_distrib.values import DistributedValues, PerReplica, map_structure, select
+from keras_distrib.values import PerReplica, map_structure, select
 
 Logs = dict[str, Any]
 
@@ -75,6 +75,12 @@ class DistributedTrainer(keras_seam.Trainer):
         gradients = _gradients(optimizer.scale_loss(loss), [variable.value for variable in variables])
         optimizer.apply(gradients, variables)
         return results
+
+    def _aggregate_additional_loss(self, loss: Any) -> Any:
+        # Keras sums what `add_loss` was given, so that a tensor of rows is a sum over rows.
+        state = current_state()
+        total = super()._aggregate_additional_loss(loss)
+        return total / state.share if state is not None and state.averages_gradients and loss.ndim else total
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; in a replica's step, of that replica's tensors."""
@@ -155,10 +161,7 @@ class DistributedTrainer(keras_seam.Trainer):
 
     def _combined_logs(self, result: Any) -> Logs:
         """The logs of one step: metrics' global results, and what else the step returned."""
-        metrics = self.get_metrics_result()
-        if not isinstance(result, dict):
-            return metrics if result is None else result
-        return {name: metrics[name] if name in metrics else _global_value(value) for name, value in result.items()}
+        return self.get_metrics_result() if result is None else map_structure(_global_value, result)
 
     def _joined_outputs(self, result: Any) -> Any:
         """The outputs of all rows, in order; of what has no row per input row, the first replica's."""
@@ -289,14 +292,22 @@ def _gradients(loss: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Te
 
 
 def _global_value(value: Any) -> Any:
-    """What one device would have returned: a metric's global result, or a scalar's mean over rows."""
+    """What one device would have returned.
+
+    A metric's result is the global one; of several rows, one after the other, each
+    replica's; of a scalar the mean over rows.
+    """
     first = value.active_values[0] if isinstance(value, PerReplica) else value
     metric = getattr(first, "_keras_distrib_metric", None)
     if metric is not None:
         return metric.result()
-    if not isinstance(value, DistributedValues):
+    if not isinstance(value, PerReplica):
         return value
-    rows = getattr(value, "rows", None) or [1] * len(value.values)
+    rows = value.rows or [1] * len(value.values)
+    if isinstance(first, torch.Tensor) and [part.shape[:1] for part in value.active_values] == [
+        (count,) for count in rows if count
+    ]:
+        return torch.cat(value.active_values)
     total = sum(rows)
     parts = [
         keras_seam.convert_to_tensor(part) * (count / total)
