@@ -53,6 +53,12 @@ class RunOptions:
         experimental_enable_dynamic_batch_size: no effect.
         experimental_bucketizing_dynamic_shape: no effect.
         experimental_xla_options: no effect.
+
+    Example:
+
+    >>> import keras_distrib
+    >>> keras_distrib.get_strategy().run(lambda: 1, options=keras_distrib.RunOptions())
+    1
     """
 
     experimental_enable_dynamic_batch_size: bool = True

@@ -31,6 +31,12 @@ class Strategy:
         devices: the device of each local replica.
         cross_device_ops: how gradients are summed over them; None picks by the
             devices.
+
+    Example:
+
+    >>> import keras_distrib
+    >>> issubclass(keras_distrib.MirroredStrategy, keras_distrib.Strategy)
+    True
     """
 
     def __init__(self, devices: Sequence[Device], cross_device_ops: CrossDeviceOps | None = None) -> None:

@@ -18,6 +18,14 @@ class DistributedValues:
 
     Attributes:
         values: tuple with one component per local replica, in replica order.
+
+    Example:
+
+    >>> import keras_distrib
+    >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+    >>> value = strategy.experimental_distribute_values_from_function(lambda context: 5)
+    >>> isinstance(value, keras_distrib.DistributedValues), value.values
+    (True, (5,))
     """
 
     def __init__(self, values: Sequence[Any]) -> None:

@@ -17,7 +17,14 @@ Lists = Sequence[Sequence[torch.Tensor]]
 
 
 class CrossDeviceOps:
-    """Sums the gradients of all local replicas; the base of the ways to do it."""
+    """Sums the gradients of all local replicas; the base of the ways to do it.
+
+    Example:
+
+    >>> import keras_distrib
+    >>> issubclass(keras_distrib.ReductionToOneDevice, keras_distrib.CrossDeviceOps)
+    True
+    """
 
     def all_reduce(self, op: ReduceOp, lists: Lists) -> list[list[torch.Tensor]]:
         """Reduces position by position over replicas.
@@ -80,6 +87,12 @@ class NcclAllReduce(CrossDeviceOps):
 
     Raises:
         ValueError: if `num_packs` is less than 1.
+
+    Example:
+
+    >>> import keras_distrib
+    >>> strategy = keras_distrib.MirroredStrategy(
+    ...     ["cpu:0"], cross_device_ops=keras_distrib.NcclAllReduce(num_packs=2))
     """
 
     def __init__(self, num_packs: int = 1) -> None:

@@ -74,6 +74,14 @@ class DistributedIterator:
     """Gives per-replica batches, one a step.
 
     `next` raises `StopIteration` at the end, `get_next` `OutOfRangeError`.
+
+    Example:
+
+    >>> import torch, keras_distrib
+    >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+    >>> iterator = iter(strategy.experimental_distribute_dataset([torch.arange(3)]))
+    >>> iterator.get_next().values
+    (tensor([0, 1, 2]),)
     """
 
     def __init__(self, batches: Iterator[Any], strategy: Strategy) -> None:

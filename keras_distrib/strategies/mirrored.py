@@ -30,13 +30,14 @@ class MirroredStrategy(Strategy):
 
     Example:
 
-    ```python
-    strategy = keras_distrib.MirroredStrategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.layers.Dense(1)])
-        model.compile(optimizer="sgd", loss="mse")
-    model.fit(x, y, batch_size=64)  # the global batch
-    ```
+    >>> import keras, numpy as np, keras_distrib
+    >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+    >>> with strategy.scope():
+    ...     model = keras.Sequential([keras.layers.Dense(1)])
+    ...     model.compile(optimizer="sgd", loss="mse")
+    >>> history = model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=4, verbose=0)  # the global batch
+    >>> sorted(history.history)
+    ['loss']
     """
 
     def __init__(self, devices: Sequence[Any] | None = None, cross_device_ops: CrossDeviceOps | None = None) -> None:
