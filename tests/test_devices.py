@@ -1,11 +1,8 @@
 """Device names, logical devices and the strategies' device lists."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from processes import output
 
 import keras_distrib as kd
 from keras_distrib import config, devices
@@ -13,17 +10,7 @@ from keras_distrib import config, devices
 
 def python(code: str, **environment: str) -> str:
     """Runs code in a process of its own, where no strategy has been made yet."""
-    env = {**os.environ, "KERAS_BACKEND": "torch", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", "import keras_distrib as kd\n" + code],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return output("-c", "import keras_distrib as kd\n" + code, **environment).strip()
 
 
 @pytest.mark.parametrize("name", ["cpu:1", "/cpu:1", "CPU:1", "/device:CPU:1", torch.device("cpu", 1)])

@@ -3,8 +3,7 @@
 import copy
 import os
 import signal
-import subprocess
-import sys
+import textwrap
 import threading
 import time
 import types
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from keras import layers
+from processes import output
 
 import keras_distrib as kd
 from keras_distrib.testing import assert_replicas_agree
@@ -351,8 +351,7 @@ class TestThreadsAndProcesses:
                 os._exit(0 if [int(v) for v in strategy.run(step).values] == [0, 1] else 1)
             assert os.waitpid(child, 0)[1] == 0
         """
-        done = self.python(code)
-        assert done.wait(timeout=60) == 0
+        output("-W", "ignore", "-c", textwrap.dedent(code), timeout=60)
 
     def test_a_second_interrupt_does_not_wait_for_the_replicas(self):
         code = """
@@ -371,15 +370,7 @@ class TestThreadsAndProcesses:
                 print("interrupted", flush=True)
                 os._exit(0)
         """
-        process = self.python(code, stdout=subprocess.PIPE, text=True)
-        out, _ = process.communicate(timeout=40)
-        assert "interrupted" in out
-
-    @staticmethod
-    def python(code, **options):
-        import textwrap
-
-        return subprocess.Popen([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], **options)
+        assert "interrupted" in output("-W", "ignore", "-c", textwrap.dedent(code), timeout=40)
 
 
 def test_no_signal_handler_was_changed():

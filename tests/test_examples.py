@@ -1,30 +1,13 @@
 """Each example runs as its docstring says, on two logical CPUs."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
-
-ROOT = pathlib.Path(__file__).parent.parent
+from processes import ROOT, output
 
 
 def run_example(name, *arguments, cwd):
-    env = {key: value for key, value in os.environ.items() if key != "KERAS_DISTRIB_LOGICAL_DEVICES"}
-    env["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
-        env=env,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return output(ROOT / "examples" / name, *arguments, cwd=cwd, KERAS_DISTRIB_LOGICAL_DEVICES=None)
 
 
 def test_mirrored_digits(tmp_path):

@@ -1,12 +1,10 @@
 """Importing the package changes nothing for models of no strategy; other backends are refused."""
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from processes import output, python
 
 TEN_MODELS = textwrap.dedent(
     """
@@ -78,21 +76,12 @@ TEN_MODELS = textwrap.dedent(
 )
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "KERAS_BACKEND": "torch", **environment}
-    return subprocess.run(
-        [sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=110, check=False
-    )
-
-
 def test_ten_models_train_the_same_with_and_without_the_import(tmp_path):
     script = tmp_path / "ten.py"
     script.write_text(TEN_MODELS)
     results = []
     for argument in ("with", "without"):
-        done = python(str(script), argument)
-        assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout.splitlines()[-1]))
+        results.append(json.loads(output(script, argument).splitlines()[-1]))
     assert len(results[0]) == 10
     assert results[0] == results[1]
 
