@@ -3,6 +3,7 @@
 from keras_distrib import config as config, errors as errors, experimental as experimental, hooks as _hooks
 from keras_distrib.comm.cross_device_ops import (
     CrossDeviceOps as CrossDeviceOps,
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
     NcclAllReduce as NcclAllReduce,
     ReductionToOneDevice as ReductionToOneDevice,
 )
@@ -17,7 +18,13 @@ from keras_distrib.data.distributed import (
     DistributedDataset as DistributedDataset,
     DistributedIterator as DistributedIterator,
 )
-from keras_distrib.options import ReduceOp as ReduceOp, RunOptions as RunOptions
+from keras_distrib.extended import StrategyExtended as StrategyExtended
+from keras_distrib.options import (
+    ReduceOp as ReduceOp,
+    RunOptions as RunOptions,
+    VariableAggregation as VariableAggregation,
+    VariableSynchronization as VariableSynchronization,
+)
 from keras_distrib.replicas.replica_context import ReplicaContext as ReplicaContext
 from keras_distrib.strategies import default as _default
 from keras_distrib.strategies.mirrored import MirroredStrategy as MirroredStrategy

@@ -43,6 +43,40 @@ class ReduceOp(enum.Enum):
             ) from None
 
 
+class VariableAggregation(enum.StrEnum):
+    """How a variable combines what replicas write or hold; Keras' names.
+
+    Example:
+
+    >>> import keras, keras_distrib
+    >>> with keras_distrib.MirroredStrategy(["cpu:0"]).scope():
+    ...     variable = keras.Variable(1.0, aggregation=keras_distrib.VariableAggregation.SUM)
+    >>> variable.aggregation == "sum"
+    True
+    """
+
+    NONE = "none"
+    SUM = "sum"
+    MEAN = "mean"
+    ONLY_FIRST_REPLICA = "only_first_replica"
+
+
+class VariableSynchronization(enum.StrEnum):
+    """When a variable's components are brought together; Keras' names.
+
+    Example:
+
+    >>> import keras_distrib
+    >>> keras_distrib.VariableSynchronization.ON_READ == "on_read"
+    True
+    """
+
+    AUTO = "auto"
+    NONE = "none"
+    ON_WRITE = "on_write"
+    ON_READ = "on_read"
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Options of `Strategy.run`, accepted for scripts written for TPUs.

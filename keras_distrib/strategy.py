@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING, Any
 from keras_distrib import context, keras_seam, variables
 from keras_distrib.comm import reduction
 from keras_distrib.comm.cross_device_ops import CrossDeviceOps, default_for
+from keras_distrib.extended import StrategyExtended
 from keras_distrib.options import ReduceOp, RunOptions, ValueContext
 from keras_distrib.replicas import runner
 from keras_distrib.replicas.pool import PoolShelf
 from keras_distrib.replicas.random_streams import GlobalGeneratorWatch
-from keras_distrib.values import PerReplica, leaves, map_structure, pack_like
+from keras_distrib.values import (
+    DistributedValues,
+    PerReplica,
+    components,
+    leaves,
+    map_structure,
+    pack_like,
+    select,
+)
 
 if TYPE_CHECKING:
     from keras_distrib.data.distributed import DistributedDataset
@@ -87,6 +96,11 @@ class Strategy:
         return self._devices
 
     @property
+    def extended(self) -> StrategyExtended:
+        """Calls for library code; see `StrategyExtended`."""
+        return StrategyExtended(self)
+
+    @property
     def cluster_resolver(self) -> None:
         """None: this strategy runs on one machine."""
         return None
@@ -146,7 +160,7 @@ class Strategy:
             What the function returned: the structure of lists, tuples and dicts,
             with a `PerReplica` of tensors where replicas returned different
             objects, and the object where all returned the same one. With one
-            replica its plain result.
+            replica its plain result. Tensors carry no gradients out of the step.
 
         Raises:
             ValueError: if `args` is no list or tuple, or the replicas returned
@@ -194,10 +208,8 @@ class Strategy:
         """
         context.require_cross_replica(self)
         op = ReduceOp.from_name(reduce_op)
-        device = self._devices[0].torch_device if self._devices else None
         return map_structure(
-            lambda leaf: reduction.reduce(op, leaf, axis, self.num_local_replicas, device),
-            value,
+            lambda leaf: reduction.reduce(op, leaf, axis, self.num_local_replicas, self.cross_device_ops), value
         )
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -230,17 +242,17 @@ class Strategy:
                 "`Strategy.gather` in a replica's function."
             )
         context.require_same_strategy(self)
-        device = self._devices[0].torch_device if self._devices else None
-        return map_structure(lambda leaf: reduction.gather(leaf, axis, device), value)
+        return map_structure(lambda leaf: reduction.gather(leaf, axis), value)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of a per-replica value, one per local replica.
 
         Args:
-            value: what `run` returned.
+            value: what `run` returned, or a variable made in this strategy's scope.
 
         Returns:
-            A tuple; of a value that is no per-replica one, a tuple of it alone.
+            A tuple; of a value that is no per-replica one, a tuple of it alone; of a
+            variable the tensors that hold it.
 
         Example:
 
@@ -250,12 +262,12 @@ class Strategy:
         """
         flat = list(leaves(value))
         if len(flat) == 1 and flat[0] is value:
-            return value.values if isinstance(value, PerReplica) else (value,)
+            found = value.values if isinstance(value, DistributedValues) else components(value)
+            return (value,) if found is None else found
         if self.num_local_replicas <= 1:
             return (value,)
         return tuple(
-            pack_like(value, [leaf.values[index] if isinstance(leaf, PerReplica) else leaf for leaf in flat])
-            for index in range(self.num_local_replicas)
+            pack_like(value, [select(index, leaf) for leaf in flat]) for index in range(self.num_local_replicas)
         )
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:

@@ -1,6 +1,7 @@
 """Values that differ by replica, and nested structures of them.
 
-`PerReplica` holds one value per local replica. `select` picks a replica's side
+`PerReplica` holds one value per local replica, `Mirrored` one value on each
+device. `select` picks a replica's side
 of a nested structure before its function runs; `regroup` puts the replicas'
 results together again.
 """
@@ -67,6 +68,18 @@ class PerReplica(DistributedValues):
         return tuple(value for value, rows in zip(self._values, self.rows, strict=True) if rows > 0)
 
 
+class Mirrored(DistributedValues):
+    """The same value on every replica's device, such as the result of a reduction.
+
+    Example:
+
+    >>> import torch, keras_distrib
+    >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+    >>> strategy.extended.reduce_to("SUM", torch.tensor(1.0), "cpu:0")
+    tensor(1.)
+    """
+
+
 def is_namedtuple(value: object) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
@@ -111,6 +124,29 @@ def select(index: int, structure: Any) -> Any:
         return leaf.values[index] if isinstance(leaf, DistributedValues) else leaf
 
     return map_structure(pick, structure)
+
+
+def components(value: Any) -> tuple[Any, ...] | None:
+    """What a per-replica value or a distributed variable holds, one for each replica that counts.
+
+    None if the value is the same for all replicas.
+    """
+    if isinstance(value, PerReplica):
+        return value.active_values
+    if isinstance(value, DistributedValues):
+        return value.values
+    return getattr(value, "stored", None)
+
+
+def detached(structure: Any) -> Any:
+    """The structure with tensors that carry no graph of the step that made them."""
+
+    def detach(leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            return PerReplica([detach(value) for value in leaf.values], leaf.rows)
+        return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+
+    return map_structure(detach, structure)
 
 
 def row_counts(structure: Any) -> list[tuple[int, ...]]:

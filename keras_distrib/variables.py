@@ -16,6 +16,7 @@ that means:
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +62,7 @@ class DistributedVariable(keras_seam.Variable):
         self._components: tuple[torch.Tensor, ...] = ()
         self._written: set[int] = set()
         self.writes_are_equal = False
+        _alive[id(self)] = self
         with keras_seam.without_replica_scope():
             super().__init__(*args, **kwargs)
 
@@ -71,6 +73,11 @@ class DistributedVariable(keras_seam.Variable):
     @property
     def components(self) -> tuple[torch.Tensor, ...]:
         return self._components
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that hold the value: one per local replica, or the one that they share."""
+        return tuple(component.detach() for component in self._components)
 
     @property
     def value(self) -> Any:
@@ -139,6 +146,7 @@ class DistributedVariable(keras_seam.Variable):
         made = object.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        _alive[id(made)] = made
         made._share_components()
         return made
 
@@ -361,6 +369,10 @@ class CentralVariable(DistributedVariable):
     """
 
     @property
+    def stored(self) -> tuple[torch.Tensor, ...]:
+        return (self._value.detach(),)
+
+    @property
     def components(self) -> tuple[torch.Tensor, ...]:
         return tuple(self._own.get(index, component) for index, component in enumerate(self._components))
 
@@ -494,6 +506,20 @@ class BatchVariable(CentralVariable):
                 "with; drop a smaller last one."
             )
         return self._value.detach()[state.first_row : state.first_row + state.rows]
+
+
+# The variables that are alive, by identity.
+_alive: weakref.WeakValueDictionary[int, DistributedVariable] = weakref.WeakValueDictionary()
+
+
+def container_of(value: Any) -> Any:
+    """The distributed variable that stores a tensor, or the value itself if there is none."""
+    if not isinstance(value, torch.Tensor) or not value.numel():
+        return value
+    for variable in list(_alive.values()):
+        if any(part.data_ptr() == value.data_ptr() and part.shape == value.shape for part in variable.stored):
+            return variable
+    return value
 
 
 def aggregate(values: list[torch.Tensor], aggregation: str) -> torch.Tensor:

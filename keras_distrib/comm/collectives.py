@@ -123,7 +123,8 @@ class _AllReduce(torch.autograd.Function):
 def _meet_reduce(replica: ReplicaContext, op: ReduceOp, name: str, tensors: Tensors) -> Tensors:
     def act(lists: list[Tensors]) -> list[Tensors]:
         with torch.no_grad():
-            return [tuple(t.clone() for t in result) for result in reduce_lists(op, lists)]
+            reduced = replica.strategy.cross_device_ops.all_reduce(op, lists)
+            return [tuple(t.clone() for t in result) for result in reduced]
 
     return replica.meet(f"{name}({op.name})", tuple(t.detach() for t in tensors), act)
 

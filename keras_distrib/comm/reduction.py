@@ -7,19 +7,21 @@ from typing import Any
 import torch
 
 from keras_distrib import keras_seam
-from keras_distrib.comm.collectives import check_gather_axis, reduce_lists, result_dtype
+from keras_distrib.comm.collectives import check_gather_axis, result_dtype
+from keras_distrib.comm.cross_device_ops import CrossDeviceOps
 from keras_distrib.options import ReduceOp
-from keras_distrib.values import DistributedValues, PerReplica
+from keras_distrib.values import Mirrored, PerReplica, components
 
 Axis = int | tuple[int, ...] | None
 
 
-def _components(value: DistributedValues, device: torch.device | None) -> list[torch.Tensor]:
-    values = value.active_values if isinstance(value, PerReplica) else value.values
-    return [keras_seam.convert_to_tensor(component).to(device or "cpu") for component in values]
+def _parts(value: Any) -> list[torch.Tensor] | None:
+    """The components of a per-replica value; None if the value is the same for all."""
+    found = components(value)
+    return None if found is None else [keras_seam.convert_to_tensor(part).detach() for part in found]
 
 
-def reduce(op: ReduceOp, value: Any, axis: Axis, replicas: int, device: torch.device | None) -> Any:
+def reduce(op: ReduceOp, value: Any, axis: Axis, replicas: int, ops: CrossDeviceOps) -> Any:
     """Reduces one leaf; see `Strategy.reduce`.
 
     Args:
@@ -27,18 +29,23 @@ def reduce(op: ReduceOp, value: Any, axis: Axis, replicas: int, device: torch.de
         value: a per-replica value, or one that all replicas share.
         axis: axis within each replica, or None.
         replicas: how many local replicas there are.
-        device: where the result is wanted.
+        ops: how values are reduced over devices.
+
+    Returns:
+        A tensor on the first replica's device.
     """
-    if isinstance(value, DistributedValues):
-        parts = _components(value, device)
-        return _reduce_parts(op, parts) if axis is None else _reduce_axis(op, parts, axis)
+    parts = _parts(value)
+    if parts is not None:
+        if isinstance(value, Mirrored) and axis is None:
+            return reduce_shared(op, parts[0], replicas)
+        return _reduce_parts(op, parts, ops) if axis is None else _reduce_axis(op, parts, axis, ops)
     if axis is None:
-        return _reduce_shared(op, value, replicas)
-    tensor = keras_seam.convert_to_tensor(value)
-    return _reduce_axis(op, [tensor] * max(1, replicas), axis)
+        return reduce_shared(op, value, replicas)
+    tensor = keras_seam.convert_to_tensor(value).detach()
+    return _reduce_axis(op, [tensor] * max(1, replicas), axis, ops)
 
 
-def _reduce_parts(op: ReduceOp, parts: list[torch.Tensor]) -> torch.Tensor:
+def _reduce_parts(op: ReduceOp, parts: list[torch.Tensor], ops: CrossDeviceOps) -> torch.Tensor:
     shapes = {tuple(part.shape) for part in parts}
     if len(shapes) > 1:
         raise ValueError(
@@ -46,10 +53,14 @@ def _reduce_parts(op: ReduceOp, parts: list[torch.Tensor]) -> torch.Tensor:
             f"Received: shapes by replica={[tuple(part.shape) for part in parts]}, axis=None. "
             "Give the axis of the rows (axis=0), or gather them."
         )
-    return reduce_lists(op, [[part] for part in parts])[0][0]
+    return (
+        ops.reduce(op, PerReplica(parts), parts[0]) if len(parts) > 1 else parts[0].to(result_dtype(op, parts[0].dtype))
+    )
 
 
-def _reduce_axis(op: ReduceOp, parts: list[torch.Tensor], axis: int | tuple[int, ...]) -> torch.Tensor:
+def _reduce_axis(
+    op: ReduceOp, parts: list[torch.Tensor], axis: int | tuple[int, ...], ops: CrossDeviceOps
+) -> torch.Tensor:
     axes = _normalized_axes(parts, axis)
     kept = [tuple(n for i, n in enumerate(part.shape) if i not in axes) for part in parts]
     if len(set(kept)) > 1:
@@ -60,7 +71,7 @@ def _reduce_axis(op: ReduceOp, parts: list[torch.Tensor], axis: int | tuple[int,
         )
     dtype = result_dtype(op, parts[0].dtype)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype  # a sum of many rows
-    total = _reduce_parts(ReduceOp.SUM, [part.sum(dim=axes, dtype=wide) for part in parts])
+    total = _reduce_parts(ReduceOp.SUM, [part.sum(dim=axes, dtype=wide) for part in parts], ops)
     if op is ReduceOp.MEAN:
         total = total / sum(part.numel() // max(1, _size(kept[0])) for part in parts)
     return total.to(dtype)
@@ -87,7 +98,12 @@ def _normalized_axes(parts: list[torch.Tensor], axis: int | tuple[int, ...]) -> 
     return tuple(sorted({one % rank for one in axes}))
 
 
-def _reduce_shared(op: ReduceOp, value: Any, replicas: int) -> Any:
+def reduce_shared(op: ReduceOp, value: Any, replicas: int) -> Any:
+    """Reduces what is the same on all replicas.
+
+    Raises:
+        ValueError: for a sum over several replicas.
+    """
     if op is ReduceOp.SUM and replicas > 1:
         if isinstance(value, int | float) and value == 0:
             return value
@@ -96,14 +112,15 @@ def _reduce_shared(op: ReduceOp, value: Any, replicas: int) -> Any:
             f"the same on all {replicas} replicas, and it is not said whether to count it once or {replicas} times. "
             "Reduce a value that `run` returned, use ReduceOp.MEAN, or multiply yourself."
         )
-    return value
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def gather(value: Any, axis: int, device: torch.device | None) -> Any:
+def gather(value: Any, axis: int) -> Any:
     """Concatenates one leaf over replicas; see `Strategy.gather`."""
-    if not isinstance(value, DistributedValues):
+    parts = _parts(value)
+    if parts is None:
         return value
-    parts = _components(value, device)
+    parts = [part.to(parts[0].device) for part in parts]
     for part in parts:
         check_gather_axis(part, axis)
     others = [tuple(n for i, n in enumerate(part.shape) if i != axis) for part in parts]

@@ -18,7 +18,7 @@ from keras_distrib.replicas.random_streams import ReplicaSeeds, RunSeeds
 from keras_distrib.replicas.replica_context import ReplicaContext, Run
 from keras_distrib.replicas.state import ReplicaState
 from keras_distrib.replicas.torch_modules import merge_buffers
-from keras_distrib.values import regroup, row_counts, select
+from keras_distrib.values import detached, regroup, row_counts, select
 
 if TYPE_CHECKING:
     from keras_distrib.strategy import Strategy
@@ -123,7 +123,7 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
     if count == 1:
         replica, state, call = jobs[0]
         with caller.entered(replica, state, seeds=None):
-            return call()
+            return detached(call())
     generator = strategy.generator_watch.state()
     results = _run_in_threads(strategy, caller, meeting, jobs)
     strategy.generator_watch.check(generator)
@@ -135,7 +135,7 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
     if len(active) < count:
         for variable in {key: variable for state in states for key, variable in state.written.items()}.values():
             variable.follow([state.index for state in states if id(variable) in state.written])
-    return regroup(results, active, count, rows)
+    return detached(regroup(results, active, count, rows))
 
 
 def _keep_attributes(first: ReplicaState) -> None:
