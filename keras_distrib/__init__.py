@@ -19,6 +19,7 @@ from keras_distrib.data.distributed import (
     DistributedIterator as DistributedIterator,
 )
 from keras_distrib.extended import StrategyExtended as StrategyExtended
+from keras_distrib.functions import function as function
 from keras_distrib.options import (
     ReduceOp as ReduceOp,
     RunOptions as RunOptions,
@@ -26,6 +27,7 @@ from keras_distrib.options import (
     VariableSynchronization as VariableSynchronization,
 )
 from keras_distrib.replicas.replica_context import ReplicaContext as ReplicaContext
+from keras_distrib.specs import TensorSpec as TensorSpec
 from keras_distrib.strategies import default as _default
 from keras_distrib.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from keras_distrib.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy

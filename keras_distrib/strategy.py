@@ -312,7 +312,7 @@ class Strategy:
         Returns:
             A `DistributedDataset`, an iterable of per-replica batches: the first
             replicas get ceil(rows / replicas) rows, the last what remains,
-            perhaps none.
+            perhaps none. With one replica its batches are plain tensors.
 
         Raises:
             TypeError: if `dataset` is no such iterable.
@@ -323,7 +323,7 @@ class Strategy:
         >>> import torch, keras_distrib
         >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
         >>> dataset = strategy.experimental_distribute_dataset([torch.ones(4, 1)])
-        >>> next(iter(dataset)).values[0].shape
+        >>> next(iter(dataset)).shape
         torch.Size([4, 1])
         """
         from keras_distrib.data.distributed import DistributedDataset

@@ -498,6 +498,8 @@ class BatchVariable(CentralVariable):
         return value
 
     def _rows_of(self, state: ReplicaState) -> torch.Tensor:
+        if state.rows is None and self._strategy.num_replicas_in_sync == 1:
+            return self._value.detach()
         if state.rows is None or state.first_row is None or state.global_rows != self.shape[0]:
             raise ValueError(
                 "If an RNN is stateful, the batch size of the input sequences must be the same as the batch size of "
