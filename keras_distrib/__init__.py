@@ -32,6 +32,11 @@ from keras_distrib.strategies import default as _default
 from keras_distrib.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from keras_distrib.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from keras_distrib.strategy import Strategy as Strategy
+from keras_distrib.training.checkpoint import (
+    Checkpoint as Checkpoint,
+    CheckpointManager as CheckpointManager,
+    latest_checkpoint as latest_checkpoint,
+)
 from keras_distrib.training.losses import (
     compute_average_loss as compute_average_loss,
     scale_regularization_loss as scale_regularization_loss,

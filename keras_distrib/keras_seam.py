@@ -43,7 +43,7 @@ if keras.backend.backend() != "torch":
     )
 
 from keras.src import backend as _backend
-from keras.src.backend.common import global_state as _global_state
+from keras.src.backend.common import global_state as _global_state, variables as _variables_module
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.backend.torch import (
     random as _random_module,
@@ -57,6 +57,8 @@ from keras.src.losses.losses import LossFunctionWrapper as _LossFunctionWrapper
 from keras.src.models import model as _model_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random import seed_generator as _seed_module
+from keras.src.saving import saving_lib as _saving
+from keras.src.saving.keras_saveable import KerasSaveable as _KerasSaveable
 from keras.src.trainers import trainer as _base_trainer
 from keras.src.trainers.data_adapters.data_adapter_utils import (
     class_weight_to_sample_weights,
@@ -64,6 +66,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
 )
 from keras.src.utils import (
     io_utils as _io_utils,
+    naming as _naming,
     torch_utils as _torch_utils,
 )
 from keras.src.utils.tracking import Tracker as _Tracker
@@ -615,3 +618,59 @@ def keep_seed_generator(generator: Any) -> None:
 def print_message(message: str) -> None:
     """Prints as Keras' progress bar does (to stdout or to the log)."""
     _io_utils.print_msg(message)
+
+
+class _Later:
+    """Stands in Keras' list of variables whose creation a stateless scope puts off."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def _deferred_initialize(self) -> None:
+        self._action()
+
+
+def when_variables_exist(action: Callable[[], None]) -> None:
+    """Calls `action` now, or after the variables whose creation is put off."""
+    scope = get_stateless_scope()
+    if scope is None or getattr(scope, "is_replica_state", False):
+        action()
+    else:
+        _variables_module.register_uninitialized_variable(_Later(action))
+
+
+def is_saveable(value: Any) -> bool:
+    """Whether Keras saves the object's state: a layer, optimizer, metric or loss."""
+    return isinstance(value, _KerasSaveable)
+
+
+def is_seed_generator(value: Any) -> bool:
+    return isinstance(value, _seed_module.SeedGenerator)
+
+
+def saveable_children(saveable: Any) -> Iterator[tuple[str, Any]]:
+    """The saveables in a saveable's attributes, with the names that Keras' files give them."""
+    for name, child in _saving._walk_saveable(saveable):
+        if isinstance(child, _KerasSaveable):
+            yield name, child
+        elif isinstance(child, list | dict | tuple):
+            yield from _contained(child, name, set())
+
+
+def _contained(container: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    if id(container) in seen:
+        return
+    seen.add(id(container))
+    used: dict[str, int] = {}
+    for child in list(container.values()) if isinstance(container, dict) else container:
+        if isinstance(child, _KerasSaveable):
+            name = _saving._get_unique_name(_naming.to_snake_case(type(child).__name__), used)
+            yield f"{path}/{name}", child
+        elif isinstance(child, list | dict | tuple):
+            yield from _contained(child, f"{path}/{_saving._get_unique_name('container', used)}", seen)
+
+
+def tensor_of_array(array: Any) -> torch.Tensor:
+    """A NumPy array as a tensor on the CPU, dtypes that NumPy does not know included."""
+    with device("cpu"):
+        return convert_to_tensor(array)
