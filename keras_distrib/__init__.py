@@ -1,6 +1,12 @@
 """tf.distribute.Strategy for Keras 3 on PyTorch."""
 
-from keras_distrib import config as config, errors as errors, experimental as experimental, hooks as _hooks
+from keras_distrib import (
+    config as config,
+    errors as errors,
+    experimental as experimental,
+    hooks as _hooks,
+    missing_names as _missing_names,
+)
 from keras_distrib.comm.cross_device_ops import (
     CrossDeviceOps as CrossDeviceOps,
     HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
@@ -48,3 +54,9 @@ from keras_distrib.values import DistributedValues as DistributedValues
 __version__ = "0.1.0.dev0"
 
 _hooks.install()
+
+
+def __getattr__(name: str) -> object:
+    raise _missing_names.error(
+        f"tf.distribute.{name}", f"keras_distrib.{name}", f"module 'keras_distrib' has no attribute {name!r}"
+    )

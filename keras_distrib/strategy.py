@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from keras_distrib import context, keras_seam, variables
+from keras_distrib import context, keras_seam, missing_names, variables
 from keras_distrib.comm import reduction
 from keras_distrib.comm.cross_device_ops import CrossDeviceOps, default_for
 from keras_distrib.extended import StrategyExtended
@@ -331,6 +331,13 @@ class Strategy:
         del options
         context.require_cross_replica(self)
         return DistributedDataset(dataset, self)
+
+    if not TYPE_CHECKING:  # the type checker shall still find misspelled names
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_names.error(
+                f"Strategy.{name}", f"Strategy.{name}", f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} on {', '.join(map(str, self._devices))} at {id(self):#x}>"

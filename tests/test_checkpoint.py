@@ -241,7 +241,7 @@ class TestErrors:
             a, b = keras.Variable([0.0]), keras.Variable([0.0])
         with pytest.raises(ValueError, match=r"does not fit '/b'.*\(2,\).*\(1,\)"):
             kd.Checkpoint(a=a, b=b).restore(path)
-        assert float(a.numpy()) == 0.0
+        assert not a.numpy().any()
 
     def test_no_such_checkpoint(self, tmp_path):
         kd.Checkpoint(v=keras.Variable(1.0)).save(tmp_path / "v")
@@ -285,7 +285,7 @@ class TestErrors:
         def fail(*args, **kwargs):
             raise OSError("No space left on device")
 
-        monkeypatch.setattr("torch.distributed.checkpoint.save", fail)
+        monkeypatch.setattr("keras_distrib.training.checkpoint_files.save_entries", fail)
         with pytest.raises(OSError, match="No space"):
             checkpoint.write(tmp_path / "v")
         with pytest.raises(OSError, match="No space"):

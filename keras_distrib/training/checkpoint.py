@@ -337,9 +337,13 @@ class CheckpointManager:
         Raises:
             RuntimeError: in a replica's function.
         """
-        step = None if self._step_counter is None else int(self._step_counter)
-        too_early = self._interval and self._last_step is not None and step < self._last_step + self._interval
-        if check_interval and too_early:
+        step = self._step()
+        if (
+            check_interval
+            and self._interval
+            and self._last_step is not None
+            and step < self._last_step + self._interval
+        ):
             return None
         if checkpoint_number is not None:
             self._checkpoint.save_counter.assign(checkpoint_number - 1)
@@ -357,10 +361,13 @@ class CheckpointManager:
         latest = self.latest_checkpoint
         if latest is not None:
             self._checkpoint.restore(latest)
-            self._last_step = None if self._step_counter is None else int(self._step_counter)
+            self._last_step = self._step()
         elif self._init_fn is not None:
             self._init_fn()
         return latest
+
+    def _step(self) -> int:
+        return 0 if self._step_counter is None else int(keras_seam.to_numpy(self._step_counter))
 
     def _saved(self) -> list[Saved]:
         """The checkpoints of this manager's name; the directory may hold others."""

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_entries
+from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 
 INDEX = "checkpoint"
 PARTIAL = ".partial"
@@ -35,7 +37,7 @@ def write(path: Path, entries: dict[str, Any]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     try:
         with _quiet():
-            dcp.save(dict(entries), checkpoint_id=partial, no_dist=True)
+            save_entries(dict(entries), checkpoint_id=partial, no_dist=True)
         if path.exists():
             path.rename(old)
         partial.rename(path)
@@ -62,7 +64,7 @@ def read(path: Path) -> dict[str, Any]:
             f"Checkpoints in that directory: {found}. Pass a path that `save` or `latest_checkpoint` returned."
         )
     try:
-        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
         stored: dict[str, Any] = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             if isinstance(entry, TensorStorageMetadata)
@@ -70,7 +72,7 @@ def read(path: Path) -> dict[str, Any]:
             for name, entry in metadata.items()
         }
         with _quiet():
-            dcp.load(stored, checkpoint_id=path, no_dist=True)
+            load_entries(stored, checkpoint_id=path, no_dist=True)
     except (Exception, CheckpointException) as error:  # torch's own is no `Exception`
         raise ValueError(
             f"The checkpoint at {path} cannot be read: {error}. Received: path={str(path)!r}. "
