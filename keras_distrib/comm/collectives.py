@@ -60,7 +60,7 @@ def reduce_lists(op: ReduceOp, lists: Sequence[Sequence[torch.Tensor]]) -> list[
         For each replica the results on its tensors' devices; replicas on one
         device share them, so they are not to be written to.
     """
-    _check_alike(lists)
+    check_alike(lists)
     dtypes = [result_dtype(op, tensor.dtype) for tensor in lists[0]]
     lists = [[tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)] for tensors in lists]
     totals = list(lists[0])
@@ -98,7 +98,8 @@ def _divided(totals: list[torch.Tensor], count: int) -> list[torch.Tensor]:
     return list(torch._foreach_div(totals, count))  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _check_alike(lists: Sequence[Sequence[torch.Tensor]]) -> None:
+def check_alike(lists: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Raises unless all replicas have tensors of the same shapes."""
     shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in lists]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 from torch.cuda import nccl
 
 from keras_distrib import devices as _devices, keras_seam
-from keras_distrib.comm.collectives import reduce_lists, result_dtype
+from keras_distrib.comm.collectives import check_alike, reduce_lists, result_dtype
 from keras_distrib.devices import Device
 from keras_distrib.options import ReduceOp
 from keras_distrib.values import DistributedValues, Mirrored, PerReplica, components
@@ -206,6 +206,7 @@ class ReductionToOneDevice(_ListReduction):
             lists = [[tensor.to(self._device) for tensor in tensors] for tensors in lists]
         if self._accumulate is None:
             return reduce_lists(op, lists)
+        check_alike(lists)
         totals = []
         for column in zip(*lists, strict=True):
             dtype, device = result_dtype(op, column[0].dtype), column[0].device
@@ -236,10 +237,10 @@ class _PackedAllReduce(_ListReduction):
         raise NotImplementedError
 
     def _reduce_lists(self, op: ReduceOp, lists: Lists) -> list[list[torch.Tensor]]:
-        floats = all(tensor.dtype == result_dtype(op, tensor.dtype) for tensor in lists[0])
-        alike = len({tuple(tuple(tensor.shape) for tensor in tensors) for tensors in lists}) == 1
+        kept = all(tensor.dtype == result_dtype(op, tensor.dtype) for tensor in lists[0])
+        check_alike(lists)
         sparse = any(tensor.is_sparse for tensors in lists for tensor in tensors)
-        if sparse or not floats or not alike or not self._fits(lists):
+        if sparse or not kept or not self._fits(lists):
             return reduce_lists(op, lists)
         results: list[list[Any]] = [[None] * len(lists[0]) for _ in lists]
         for positions in self._packs(lists[0]):
