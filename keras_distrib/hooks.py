@@ -14,7 +14,7 @@ from keras_distrib.replicas.state import ReplicaState, current_state
 from keras_distrib.replicas.torch_modules import module_of
 from keras_distrib.training import losses, normalization, optimizer
 from keras_distrib.training.trainer import DistributedTrainer, compile_model
-from keras_distrib.variables import new_variable
+from keras_distrib.variables import DistributedVariable, new_variable
 
 
 def install() -> None:
@@ -38,6 +38,8 @@ def install() -> None:
             fold_seed=fold_replica_into,
             is_being_built=_is_being_built,
             in_replica=_in_replica,
+            state_dict=_state_dict,
+            state_loaded=_state_loaded,
             outside_strategies=_outside_strategies,
         )
     )
@@ -118,6 +120,23 @@ def _is_being_built(layer: Any) -> bool:
 def _outside_strategies() -> Iterator[None]:
     with context.outside_strategies(), keras_seam.without_replica_scope():
         yield
+
+
+def _state_dict(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """torch's state of a layer, with the values that reading its variables gives."""
+    variables = {v.raw_value.data_ptr(): v for v in layer.variables if isinstance(v, DistributedVariable)}
+    for name, tensor in state.items():
+        variable = variables.get(tensor.data_ptr()) if isinstance(tensor, torch.Tensor) else None
+        if variable is not None and tensor.shape == variable.raw_value.shape:
+            state[name] = variable.read_across_replicas().detach()
+    return state
+
+
+def _state_loaded(layer: Any) -> None:
+    """Gives all replicas what torch has loaded into the first one's tensors."""
+    for variable in layer.variables:
+        if isinstance(variable, DistributedVariable):
+            variable.assign(variable.raw_value.detach().clone())
 
 
 def _in_replica() -> bool:

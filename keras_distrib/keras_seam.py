@@ -153,6 +153,8 @@ class Hooks:
         fold_seed: `(seed)` to this replica's own seed.
         is_being_built: `(layer)` whether a replica is building the layer.
         in_replica: whether the calling thread runs a replica's step.
+        state_dict: `(layer, state)` to what torch's `state_dict` is to give.
+        state_loaded: `(layer)` when torch's `load_state_dict` has written its tensors.
         outside_strategies: context manager in which variables are Keras' own.
     """
 
@@ -173,6 +175,8 @@ class Hooks:
     fold_seed: Callable[[Any], Any]
     is_being_built: Callable[[Any], bool]
     in_replica: Callable[[], bool]
+    state_dict: Callable[[Any, dict[str, Any]], dict[str, Any]]
+    state_loaded: Callable[[Any], None]
     outside_strategies: Callable[[], contextlib.AbstractContextManager[Any]]
 
 
@@ -191,6 +195,7 @@ def install(hooks: Hooks) -> None:
         _install_optimizers(hooks)
         _install_layers(hooks)
         _install_layers_with_state(hooks)
+        _install_state_dicts(hooks)
         _install_losses(hooks)
         _install_metrics(hooks)
         _install_seeds(hooks)
@@ -396,6 +401,36 @@ def _install_layers_with_state(hooks: Hooks) -> None:
         return original_dropout(inputs, rate, noise_shape, seed)
 
     _random_module.dropout = dropout
+
+
+def _install_state_dicts(hooks: Hooks) -> None:
+    # torch sees the first replica's tensors alone.
+    original_state_dict = _Layer.state_dict
+    original_load_state_dict = _Layer.load_state_dict
+
+    @functools.wraps(original_state_dict)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = original_state_dict(self, *args, **kwargs)
+        within = args or "destination" in kwargs  # of the layer that was asked
+        return state if within or kwargs.get("keep_vars") else hooks.state_dict(self, state)
+
+    @functools.wraps(original_load_state_dict)
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original_load_state_dict(self, *args, **kwargs)
+        finally:
+            hooks.state_loaded(self)
+
+    # Reading a variable may give the mean of its replicas' values, which is no parameter.
+    def track_variables(self: Any) -> None:
+        tensors = {variable.path: getattr(variable, "raw_value", None) for variable in self.variables}
+        self._torch_params = torch.nn.ParameterDict(
+            {v.path: v.value if tensors[v.path] is None else tensors[v.path] for v in self.variables}
+        )
+
+    _Layer._track_variables = track_variables
+    _Layer.state_dict = state_dict
+    _Layer.load_state_dict = load_state_dict
 
 
 _MISSING = object()

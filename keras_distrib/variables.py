@@ -75,6 +75,11 @@ class DistributedVariable(keras_seam.Variable):
         return self._components
 
     @property
+    def raw_value(self) -> torch.Tensor:
+        """The tensor that torch sees as the layer's parameter: the first replica's, or the shared one."""
+        return self._value
+
+    @property
     def stored(self) -> tuple[torch.Tensor, ...]:
         """The tensors that hold the value: one per local replica, or the one that they share."""
         return tuple(component.detach() for component in self._components)
@@ -143,6 +148,7 @@ class DistributedVariable(keras_seam.Variable):
         return self._assign_delta(value, -1, "assign_sub")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        context.require_same_strategy(self._strategy)
         made = object.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))

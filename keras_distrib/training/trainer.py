@@ -9,6 +9,7 @@ sums them; metric state is each replica's own and is added up when read.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import warnings
@@ -44,6 +45,12 @@ class DistributedTrainer(keras_seam.Trainer):
     def distribute_strategy(self) -> Strategy:
         """The strategy in whose scope the model was created."""
         return self._distribute_strategy or context.get_strategy()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # As Keras copies a model, by saving and loading it, but in the model's scope.
+        strategy = self._distribute_strategy
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            return copy._reconstruct(self, memo, *self.__reduce_ex__(4))  # pyright: ignore[reportAttributeAccessIssue]
 
     # One replica's step.
 
