@@ -19,6 +19,7 @@ import copy
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from keras_distrib import context, keras_seam
@@ -137,6 +138,7 @@ class DistributedVariable(keras_seam.Variable):
                 )
             self._assign_parts(parts)
             return self.value
+        self._refuse_literal_in_sum(value)
         return super().assign(value)
 
     def assign_add(self, value: Any) -> Any:
@@ -263,6 +265,7 @@ class DistributedVariable(keras_seam.Variable):
 
     def _assign_delta(self, value: Any, sign: int, name: str) -> Any:
         context.require_same_strategy(self._strategy)
+        self._refuse_literal_in_sum(value)
         state = current_state()
         if state is None:
             if keras_seam.get_stateless_scope() is not None:
@@ -275,6 +278,19 @@ class DistributedVariable(keras_seam.Variable):
             value = self._convert_to_tensor(value, dtype=self._dtype)
             self._write_aggregated(name, value, lambda delta: self._add_to_components(delta, sign, name))
         return self.value
+
+    def _refuse_literal_in_sum(self, value: Any) -> None:
+        """A number in a step's code is one value, and not said to count once for each replica."""
+        state = current_state()
+        if state is None or self.aggregation != "sum" or self._stays_local(state) or state.num_active == 1:
+            return
+        if isinstance(value, bool | int | float | np.ndarray | np.generic):
+            raise ValueError(
+                f"A non-DistributedValues value {value!r} cannot be reduced with the given reduce op ReduceOp.SUM. "
+                f'Received: value={value!r}, variable {self.path} with aggregation="sum", in replica context. '
+                "Pass a tensor that each replica makes, such as `keras.ops.convert_to_tensor(value)`, to add it up "
+                "over replicas, or assign outside of `run`."
+            )
 
     def _add_to_components(self, value: Any, sign: int, name: str) -> None:
         del name

@@ -93,6 +93,33 @@ class TestKinds:
         assert components(other) == [5, 5]
         assert other.strategy is two
 
+    def test_a_copy_is_made_in_its_own_scope_or_none(self, two):
+        variable = make(two)
+        with two.scope():
+            assert copy.deepcopy(variable).strategy is two
+        with kd.OneDeviceStrategy("cpu:0").scope(), pytest.raises(RuntimeError, match="Mixing different"):
+            copy.deepcopy(variable)
+
+    def test_names_of_the_enumerations(self, two):
+        variable = make(two, aggregation=kd.VariableAggregation.SUM, synchronization=kd.VariableSynchronization.ON_READ)
+        assert type(variable) is SyncOnReadVariable
+        two.run(lambda: variable.assign(own_value()))
+        assert float(variable.numpy()) == 8
+        with two.scope(), pytest.raises(ValueError, match="`NONE` variable synchronization"):
+            keras.Variable(1.0, synchronization=kd.VariableSynchronization.NONE)
+
+    def test_a_variable_made_in_run_is_one_variable(self, two):
+        made = []
+
+        def step():
+            if not made or len(made) < 2:
+                made.append(keras.Variable(own_value(), trainable=False))
+            return made[0].value * 1
+
+        values = two.run(step).values
+        assert made[0] is made[1]
+        assert [float(value) for value in values] == [3, 3]  # the first replica's value, on all
+
     def test_arithmetic_and_numpy(self, two):
         variable = make(two, 2.0)
         assert float(variable + 1) == 3
@@ -124,11 +151,23 @@ class TestMirrored:
         two.run(lambda: getattr(variable, method)(own_value()))
         assert components(variable) == expected
 
-    @pytest.mark.parametrize(("aggregation", "expected"), [("none", 7), ("sum", 14), ("mean", 7)])
-    def test_literals_in_replicas(self, two, aggregation, expected):
+    @pytest.mark.parametrize("aggregation", ["none", "mean", "only_first_replica"])
+    def test_literals_in_replicas(self, two, aggregation):
         variable = make(two, aggregation=aggregation)
         two.run(lambda: variable.assign(7.0))
-        assert components(variable) == [expected, expected]
+        assert components(variable) == [7, 7]
+
+    def test_a_literal_is_no_part_of_a_sum(self, two, central):
+        for strategy in (two, central):
+            variable = make(strategy, aggregation="sum")
+            for method in ("assign", "assign_add", "assign_sub"):
+                with pytest.raises(ValueError, match="A non-DistributedValues value 7.0 cannot be reduced"):
+                    strategy.run(lambda v=variable, m=method: getattr(v, m)(7.0))
+            strategy.run(lambda v=variable: v.assign(torch.tensor(7.0)))
+            assert float(variable.numpy()) == 14
+            one = make(kd.OneDeviceStrategy("cpu:0"), aggregation="sum")
+            one.strategy.run(lambda v=one: v.assign(7.0))
+            assert float(one.numpy()) == 7
 
     @pytest.mark.parametrize("aggregation", ["none", "sum", "mean", "only_first_replica"])
     def test_across_replicas(self, two, aggregation):
@@ -334,3 +373,98 @@ def test_unseeded_draws_differ_by_replica_and_repeat_by_seed(two):
     first = run()
     assert len(set(first)) == 12
     assert run() == first
+
+
+class Transposed(keras.layers.Layer):
+    """Multiplies by another layer's kernel, as tied embeddings do."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+
+    def call(self, x):
+        return keras.ops.matmul(x, keras.ops.transpose(self.source.kernel))
+
+
+class TestInModels:
+    def model(self, strategy, tied):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            inputs = keras.Input((4,))
+            layer = keras.layers.Dense(4, "tanh")
+            x = layer(layer(inputs))  # one layer, used twice
+            if tied:
+                x = Transposed(layer)(x)  # two layers, one variable
+            model = keras.Model(inputs, keras.layers.Dense(1)(x))
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        return model
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_shared_variables_train_as_on_one_device(self, any_strategy, tied):
+        x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+        weights = []
+        for strategy in (any_strategy, kd.get_strategy()):
+            model = self.model(strategy, tied)
+            model.fit(x, x.sum(1), batch_size=4, epochs=3, shuffle=False, verbose=0)
+            weights.append(model.get_weights())
+        for own, expected in zip(*weights, strict=True):
+            np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
+
+    def test_switching_trainable_takes_effect_at_the_next_fit(self, any_strategy):
+        x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+        histories = []
+        for strategy in (any_strategy, kd.get_strategy()):
+            model = self.model(strategy, tied=False)
+            settings = {"batch_size": 4, "shuffle": False, "verbose": 0}
+            model.fit(x, x.sum(1), **settings)
+            frozen = model.layers[1].kernel.numpy()
+            model.layers[1].trainable = False
+            with strategy.scope():
+                model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.fit(x, x.sum(1), **settings)
+            assert np.array_equal(model.layers[1].kernel.numpy(), frozen)
+            model.layers[1].trainable = True
+            with strategy.scope():
+                model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.fit(x, x.sum(1), **settings)
+            assert not np.array_equal(model.layers[1].kernel.numpy(), frozen)
+            histories.append(model.get_weights())
+        for own, expected in zip(*histories, strict=True):
+            np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
+
+    def test_parameters_are_the_first_replicas(self, any_strategy):
+        model = self.model(any_strategy, tied=False)
+        model.fit(np.ones((5, 4)), np.ones((5, 1)), verbose=0)
+        parameters = {parameter.data_ptr() for parameter in model.parameters()}
+        assert parameters == {variable.raw_value.data_ptr() for variable in model.variables}
+        assert all(isinstance(parameter, torch.nn.Parameter) for parameter in model.parameters())
+
+    def test_a_state_dict_holds_what_reading_gives_and_loads_into_all(self, any_strategy):
+        def make_model():
+            keras.utils.set_random_seed(1)
+            with any_strategy.scope():
+                model = keras.Sequential(
+                    [keras.Input((4,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(1)]
+                )
+                model.compile("adam", "mse")
+            return model
+
+        model, other = make_model(), make_model()
+        x = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+        model.fit(x, x.sum(1), batch_size=4, verbose=0)
+        state = {name.rpartition("_torch_params.")[2]: value for name, value in model.state_dict().items()}
+        for variable in model.variables:
+            assert np.array_equal(state[variable.path].numpy(), variable.numpy())
+        renamed = zip(other.variables, model.variables, strict=True)
+        other.load_state_dict({f"_torch_params.{o.path}": state[m.path] for o, m in renamed}, strict=False)
+        for own, expected in zip(other.variables, model.variables, strict=True):
+            for component in own.components:
+                assert np.array_equal(component.detach().numpy(), expected.numpy())
+        assert model.state_dict(keep_vars=True).keys() == model.state_dict().keys()
+
+    def test_a_failed_load_leaves_replicas_equal(self, two):
+        model = self.model(two, tied=False)
+        wrong = {name: torch.zeros(7) for name in model.state_dict()}
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict(wrong)
+        assert all(torch.equal(*variable.components) for variable in model.variables)
