@@ -191,5 +191,9 @@ def require_same_strategy(strategy: Strategy) -> None:
 def require_cross_replica(strategy: Strategy) -> None:
     """Raises in a replica's function, and under another strategy."""
     require_same_strategy(strategy)
-    if running_replica() is not None:
-        raise RuntimeError(REQUIRES_CROSS_REPLICA)
+    replica = running_replica()
+    if replica is not None:
+        raise RuntimeError(
+            f"{REQUIRES_CROSS_REPLICA}. Received: a call in the function that `run` calls, by {replica!r}. "
+            "Make it outside of that function, or in one that `merge_call` calls."
+        )

@@ -77,8 +77,8 @@ def split_batch(batch: Any, devices: tuple[Device, ...]) -> tuple[Any, int]:
     total = count_rows(batch)
     if total is None:
         raise ValueError(
-            "A batch must have rows to be split over replicas, in axis 0 of its tensors. "
-            f"Received: batch={batch!r}. Batch the dataset with the global batch size."
+            f"A batch must have rows to be split over replicas, in axis 0 of its tensors. Received: batch={batch!r}. "
+            "Call the `batch` method of the dataset, or otherwise batch it with the global batch size."
         )
     rows = split_rows(total, len(devices))
 
