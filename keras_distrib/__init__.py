@@ -2,6 +2,7 @@
 
 from keras_distrib import (
     config as config,
+    data as data,
     errors as errors,
     experimental as experimental,
     hooks as _hooks,
@@ -20,6 +21,7 @@ from keras_distrib.context import (
     has_strategy as has_strategy,
     in_cross_replica_context as in_cross_replica_context,
 )
+from keras_distrib.data.creator import DatasetCreator as DatasetCreator
 from keras_distrib.data.distributed import (
     DistributedDataset as DistributedDataset,
     DistributedIterator as DistributedIterator,
@@ -27,6 +29,10 @@ from keras_distrib.data.distributed import (
 from keras_distrib.extended import StrategyExtended as StrategyExtended
 from keras_distrib.functions import function as function
 from keras_distrib.options import (
+    AutoShardPolicy as AutoShardPolicy,
+    InputContext as InputContext,
+    InputOptions as InputOptions,
+    InputReplicationMode as InputReplicationMode,
     ReduceOp as ReduceOp,
     RunOptions as RunOptions,
     VariableAggregation as VariableAggregation,

@@ -77,6 +77,164 @@ class VariableSynchronization(enum.StrEnum):
     ON_READ = "on_read"
 
 
+class AutoShardPolicy(enum.Enum):
+    """How a dataset is divided over the workers of a cluster.
+
+    `AUTO` takes FILE for a source of files with at least one for each worker, else
+    DATA. With `FILE` each worker reads files of its own, with `DATA` its rows of
+    every batch, and with `OFF` everything. `HINT` is for `tf.data` pipelines that
+    say themselves where to shard.
+
+    Example:
+
+    >>> import keras_distrib
+    >>> options = keras_distrib.InputOptions(auto_shard_policy=keras_distrib.AutoShardPolicy.DATA)
+    """
+
+    AUTO = "AUTO"
+    FILE = "FILE"
+    DATA = "DATA"
+    HINT = "HINT"
+    OFF = "OFF"
+
+
+class InputReplicationMode(enum.Enum):
+    """How often `distribute_datasets_from_function` calls its function.
+
+    Example:
+
+    >>> import keras_distrib
+    >>> keras_distrib.InputReplicationMode("PER_WORKER")
+    <InputReplicationMode.PER_WORKER: 'PER_WORKER'>
+    """
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How a distributed dataset reads, splits and copies batches.
+
+    Attributes:
+        experimental_fetch_to_device: whether batches are copied to the replicas'
+            devices ahead of their step; None means True. With False they stay on the
+            CPU until a step uses them.
+        experimental_replication_mode: `PER_REPLICA` calls the function of
+            `distribute_datasets_from_function` once for each replica, `PER_WORKER`
+            once.
+        experimental_place_dataset_on_device: accepted with `PER_REPLICA` and without
+            fetching ahead, as in the original; the source decides where its tensors
+            are.
+        experimental_per_replica_buffer_size: how many batches of each replica are
+            read ahead with `PER_REPLICA`.
+        auto_shard_policy: an `AutoShardPolicy`, for several workers.
+        batch_size: global batch size, for sources of rows: arrays, map-style
+            datasets, data frames.
+        prefetch: how many global batches are read ahead; None means as many as
+            replicas for a dataset, and none for a dataset function.
+
+    Raises:
+        ValueError: for settings that exclude each other, or negative numbers.
+        TypeError: for a policy or mode that is none.
+
+    Example:
+
+    >>> import numpy as np, keras_distrib
+    >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+    >>> options = keras_distrib.InputOptions(batch_size=2)
+    >>> [len(batch) for batch in strategy.experimental_distribute_dataset(np.arange(5), options)]
+    [2, 2, 1]
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    batch_size: int | None = None
+    prefetch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.experimental_fetch_to_device is None and not self.experimental_place_dataset_on_device:
+            object.__setattr__(self, "experimental_fetch_to_device", True)
+        if not isinstance(self.experimental_replication_mode, InputReplicationMode):
+            raise TypeError(
+                "`experimental_replication_mode` must be an `InputReplicationMode`. "
+                f"Received: experimental_replication_mode={self.experimental_replication_mode!r}"
+            )
+        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
+            raise TypeError(
+                "`auto_shard_policy` must be a `keras_distrib.AutoShardPolicy`. "
+                f"Received: auto_shard_policy={self.auto_shard_policy!r}"
+            )
+        if self.experimental_place_dataset_on_device:
+            if self.experimental_fetch_to_device:
+                raise ValueError(
+                    "`experimental_place_dataset_on_device` can not be set to True when experimental_fetch_to_device "
+                    "is True. Received: experimental_place_dataset_on_device=True, experimental_fetch_to_device=True. "
+                    "Set one of them."
+                )
+            if self.experimental_replication_mode is not InputReplicationMode.PER_REPLICA:
+                raise ValueError(
+                    "When `experimental_place_dataset_on_device` is set for dataset placement, you must also specify "
+                    "`PER_REPLICA` for the replication mode. "
+                    f"Received: experimental_replication_mode={self.experimental_replication_mode}"
+                )
+        lengths = {"experimental_per_replica_buffer_size": 0, "batch_size": 1, "prefetch": 0}
+        for name, least in lengths.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"`{name}` must be an integer of at least {least}. Received: {name}={value!r}")
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What `distribute_datasets_from_function` tells its function.
+
+    Attributes:
+        num_input_pipelines: how many times the function is called, over all workers.
+        input_pipeline_id: which of these calls this is, from 0.
+        num_replicas_in_sync: how many replicas there are, over all workers.
+
+    Example:
+
+    >>> import keras_distrib
+    >>> context = keras_distrib.InputContext(num_replicas_in_sync=2)
+    >>> print(context, context.get_per_replica_batch_size(64))
+    tf.distribute.InputContext(input pipeline id 0, total: 1) 32
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The batch size of one replica.
+
+        Args:
+            global_batch_size: rows of a batch over all replicas.
+
+        Returns:
+            An int.
+
+        Raises:
+            ValueError: if it does not divide by the number of replicas.
+        """
+        if global_batch_size % self.num_replicas_in_sync:
+            raise ValueError(
+                f"The `global_batch_size` {global_batch_size} is not divisible by `num_replicas_in_sync` "
+                f"{self.num_replicas_in_sync}. Choose a multiple, or use `experimental_distribute_dataset`, which "
+                "splits any batch."
+            )
+        return global_batch_size // self.num_replicas_in_sync
+
+    def __str__(self) -> str:
+        return (
+            f"tf.distribute.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
+        )
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Options of `Strategy.run`, accepted for scripts written for TPUs.

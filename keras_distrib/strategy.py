@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 from keras_distrib import context, keras_seam, missing_names, variables
 from keras_distrib.comm import reduction
 from keras_distrib.comm.cross_device_ops import CrossDeviceOps, default_for
+from keras_distrib.data import distributed
+from keras_distrib.data.numpy_dataset import NumpyDataset
+from keras_distrib.data.pipeline import Pipelines
 from keras_distrib.extended import StrategyExtended
-from keras_distrib.options import ReduceOp, RunOptions, ValueContext
+from keras_distrib.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from keras_distrib.replicas import runner
 from keras_distrib.replicas.pool import PoolShelf
 from keras_distrib.replicas.random_streams import GlobalGeneratorWatch
@@ -104,6 +107,11 @@ class Strategy:
     def cluster_resolver(self) -> None:
         """None: this strategy runs on one machine."""
         return None
+
+    @property
+    def input_pipelines(self) -> Pipelines:
+        """Which of the cluster's input pipelines this process has: the only one, here."""
+        return Pipelines(0, 1, self.num_local_replicas)
 
     def replica_id(self, index: int) -> int:
         """The id among all replicas of the local replica `index`."""
@@ -299,23 +307,34 @@ class Strategy:
         columns = [list(leaves(structure)) for structure in made]
         return pack_like(made[0], [PerReplica(parts) for parts in zip(*columns, strict=True)])
 
-    def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> DistributedDataset:
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
         """Splits each batch of a dataset over the replicas.
 
+        The next batches are read, split and copied to their devices by a thread while a
+        step runs, as many as there are replicas unless `options.prefetch` says
+        otherwise. A source that draws random numbers does so in that thread. Memory for
+        them is a few global batches.
+
         Args:
-            dataset: an iterable of batches of the global batch size, such as a
-                `torch.utils.data.DataLoader`, a `keras.utils.PyDataset`, or a
-                list; a batch is a nested structure of tensors or arrays with the
-                rows in axis 0.
-            options: accepted for compatibility.
+            dataset: batches of the global batch size: a `torch.utils.data.DataLoader`, a
+                `keras.utils.PyDataset`, a `tf.data` or grain dataset, a list, a generator
+                or a function that yields batches; or rows, with `options.batch_size`:
+                arrays and tensors (also in a tuple or dict), pandas frames, a
+                `torch.utils.data.Dataset` or a Hugging Face dataset. A batch is a nested
+                structure of tensors or arrays with the rows in axis 0.
+            options: an `InputOptions`.
 
         Returns:
             A `DistributedDataset`, an iterable of per-replica batches: the first
             replicas get ceil(rows / replicas) rows, the last what remains,
-            perhaps none. With one replica its batches are plain tensors.
+            perhaps none. With one replica its batches are plain tensors. Batches
+            without rows are left out.
 
         Raises:
-            TypeError: if `dataset` is no such iterable.
+            TypeError: if `dataset` is none of these.
+            ValueError: for rows without a batch size; at a step, for a batch whose parts
+                differ in rows.
+            NotImplementedError: for `InputReplicationMode.PER_REPLICA`.
             RuntimeError: in a replica's function.
 
         Example:
@@ -326,11 +345,68 @@ class Strategy:
         >>> next(iter(dataset)).shape
         torch.Size([4, 1])
         """
-        from keras_distrib.data.distributed import DistributedDataset
-
-        del options
         context.require_cross_replica(self)
-        return DistributedDataset(dataset, self)
+        return distributed.distribute(dataset, self, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Makes a distributed dataset from a function that makes per-replica batches.
+
+        Nothing is split, sharded or, unless `options.prefetch` says so, read ahead:
+        batches go to the replicas one after the other. At the end, replicas for which
+        none is left get a batch without rows.
+
+        Args:
+            dataset_fn: called with an `InputContext` once for each worker; returns a
+                dataset as for `experimental_distribute_dataset`, of batches of the
+                per-replica batch size.
+            options: an `InputOptions`; with `InputReplicationMode.PER_REPLICA` the
+                function is called for each replica and makes its batches alone.
+
+        Returns:
+            A `DistributedDataset`.
+
+        Raises:
+            TypeError: if `dataset_fn` cannot be called with one argument, or returns no
+                dataset.
+            NotImplementedError: for `PER_REPLICA` with one replica.
+            RuntimeError: in a replica's function.
+
+        Example:
+
+        >>> import torch, keras_distrib
+        >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+        >>> def dataset_fn(context):
+        ...     return torch.arange(6).split(context.get_per_replica_batch_size(4))
+        >>> [len(batch) for batch in strategy.distribute_datasets_from_function(lambda c: list(dataset_fn(c)))]
+        [4, 2]
+        """
+        context.require_cross_replica(self)
+        return distributed.distribute_from_function(dataset_fn, self, options)
+
+    def make_experimental_numpy_dataset(self, numpy_input: Any) -> NumpyDataset:
+        """A dataset of the rows of arrays.
+
+        Args:
+            numpy_input: an array, tensor or frame, or a nested structure of them with
+                the same number of rows (axis 0).
+
+        Returns:
+            A `NumpyDataset`, for `batch` and then `experimental_distribute_dataset`.
+
+        Raises:
+            ValueError: if the arrays differ in rows.
+
+        Example:
+
+        >>> import numpy as np, keras_distrib
+        >>> strategy = keras_distrib.MirroredStrategy(["cpu:0"])
+        >>> dataset = strategy.make_experimental_numpy_dataset(np.arange(5)).batch(2)
+        >>> [batch.tolist() for batch in strategy.experimental_distribute_dataset(dataset)]
+        [[0, 1], [2, 3], [4]]
+        """
+        return NumpyDataset.of(numpy_input)
 
     if not TYPE_CHECKING:  # the type checker shall still find misspelled names
 

@@ -45,7 +45,7 @@ def entries(name):
     """The keys that a name may be listed under: itself, what it is a member of, and every strategy's method."""
     keys = [name[: match.start()] for match in re.finditer(r"\.|$", name)]
     parts = name.split(".")
-    if len(parts) > 2 and parts[-2] in ("RunOptions",):
+    if len(parts) > 2 and parts[-2] in ("RunOptions", "InputOptions"):
         keys.append(f"{parts[-2]}.{parts[-1]}")
     if len(parts) > 2 and parts[-2].endswith("Strategy"):
         keys.append(f"Strategy.{parts[-1]}")

@@ -1,1 +1,3 @@
-"""Splitting batches over replicas, and distributed datasets."""
+"""Sources of batches, their splitting and sharding, and distributed datasets."""
+
+from keras_distrib.data.files import from_files as from_files

@@ -1,37 +1,78 @@
-"""Splitting one global batch over replicas."""
+"""Cutting one global batch into the parts of replicas, each on its device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from keras_distrib import keras_seam
+from keras_distrib.data.sharding import Rows, pieces, split_rows as split_rows
+from keras_distrib.data.sources import to_rows
 from keras_distrib.devices import Device
 from keras_distrib.values import PerReplica, leaves, map_structure
 
 
-def split_rows(rows: int, replicas: int) -> list[int]:
-    """How many rows each replica gets: ceil(rows / replicas), the rest, then none.
+class SplitBatch:
+    """A per-replica batch that an input pipeline has made.
 
-    Formula: as tf.distribute splits an in-memory batch.
-
-    Args:
-        rows: rows of the global batch.
-        replicas: how many replicas there are.
-
-    Returns:
-        A list of `replicas` counts that add up to `rows`.
-
-    Example:
-
-    >>> from keras_distrib.data.split import split_rows
-    >>> split_rows(7, 3), split_rows(4, 5)
-    ([3, 3, 1], [1, 1, 1, 1, 0])
+    Attributes:
+        parts: the structure with `PerReplica` leaves.
+        rows: rows over all local replicas.
     """
-    piece = -(-rows // replicas)
-    return [max(0, min(piece, rows - piece * index)) for index in range(replicas)]
+
+    def __init__(self, parts: Any, rows: int, copies: Copies | None = None) -> None:
+        self._parts = parts
+        self._copies = copies
+        self.rows = rows
+
+    @property
+    def parts(self) -> Any:
+        if self._copies is not None:
+            self._copies.wait()
+            self._copies = None
+        return self._parts
+
+    def sample(self) -> Any:
+        """A replica's part that has rows, for shapes and dtypes."""
+
+        def of_one(leaf: Any) -> Any:
+            return leaf.active_values[0] if isinstance(leaf, PerReplica) else leaf
+
+        return map_structure(of_one, self.parts)
+
+
+class Copies:
+    """Copies to GPUs on a stream beside the one that computes."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+
+    def to_device(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
+        target = device.torch_device
+        if target.type != "cuda" or tensor.device.type != "cpu":
+            return to_device(tensor, device)
+        with torch.cuda.stream(_copy_stream(target)):
+            copy = tensor.pin_memory().to(target, non_blocking=True)
+            self._events.append((torch.cuda.current_stream(target).record_event(), copy))
+        return copy
+
+    def wait(self) -> None:
+        """Makes what is computed from now on wait for the copies."""
+        for event, tensor in self._events:
+            stream = torch.cuda.current_stream(tensor.device)
+            stream.wait_event(event)
+            tensor.record_stream(stream)
+
+
+_copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _copy_streams:
+        _copy_streams[device] = torch.cuda.Stream(device)
+    return _copy_streams[device]
 
 
 def count_rows(batch: Any) -> int | None:
@@ -56,6 +97,22 @@ def count_rows(batch: Any) -> int | None:
     return rows
 
 
+def counted(batch: Any) -> tuple[Any, int]:
+    """A batch with tensors in place of arrays, and its rows.
+
+    Raises:
+        ValueError: if its parts differ in rows, or there are none.
+    """
+    batch = map_structure(to_rows, batch)
+    total = count_rows(batch)
+    if total is None:
+        raise ValueError(
+            f"A batch must have rows to be split over replicas, in axis 0 of its tensors. Received: batch={batch!r}. "
+            "Call the `batch` method of the dataset, or otherwise batch it with the global batch size."
+        )
+    return batch, total
+
+
 def split_batch(batch: Any, devices: tuple[Device, ...]) -> tuple[Any, int]:
     """Splits a global batch, each part on its replica's device.
 
@@ -73,22 +130,38 @@ def split_batch(batch: Any, devices: tuple[Device, ...]) -> tuple[Any, int]:
     Raises:
         ValueError: if the parts differ in rows, or there are none.
     """
-    batch = map_structure(_as_tensor, batch)
-    total = count_rows(batch)
-    if total is None:
-        raise ValueError(
-            f"A batch must have rows to be split over replicas, in axis 0 of its tensors. Received: batch={batch!r}. "
-            "Call the `batch` method of the dataset, or otherwise batch it with the global batch size."
-        )
-    rows = split_rows(total, len(devices))
+    batch, total = counted(batch)
+    return cut(batch, pieces(total, len(devices)), devices), total
+
+
+def cut(
+    batch: Any,
+    rows: Sequence[Rows],
+    devices: Sequence[Device],
+    copy: Callable[[torch.Tensor, Device], torch.Tensor] | None = None,
+) -> Any:
+    """The pieces of a counted batch, each on its replica's device.
+
+    Args:
+        batch: a structure of tensors, and of arrays of what torch has no dtype for.
+        rows: for each replica its rows.
+        devices: one per replica.
+        copy: puts a tensor on a device; None copies at once.
+    """
+    counts = [piece.count for piece in rows]
+    copy = copy or to_device
+    # The pieces of one worker follow one another: they are cut in one call.
+    before, after = rows[0].start, rows[-1].stop
 
     def split(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and leaf.ndim:
+            return PerReplica([leaf[piece.start : piece.stop] for piece in rows], counts)
         if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
             return leaf
-        parts = [_own_version(part) for part in torch.split(leaf, rows)]
-        return PerReplica([to_device(part, device) for part, device in zip(parts, devices, strict=True)], rows)
+        own = [_own_version(part) for part in torch.split(leaf, [before, *counts, leaf.shape[0] - after])[1:-1]]
+        return PerReplica([copy(part, device) for part, device in zip(own, devices, strict=True)], counts)
 
-    return map_structure(split, batch), total
+    return map_structure(split, batch)
 
 
 def _own_version(part: torch.Tensor) -> torch.Tensor:
@@ -108,12 +181,3 @@ def to_device(tensor: torch.Tensor, device: Device) -> torch.Tensor:
     if target.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(target, non_blocking=True)
     return tensor.to(target)
-
-
-def _as_tensor(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, torch.Tensor | str | bytes):
-        return leaf
-    if isinstance(leaf, np.ndarray) or hasattr(leaf, "__array__"):
-        with keras_seam.device("cpu"):
-            return keras_seam.convert_to_tensor(leaf)
-    return leaf

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from keras_distrib import context
-from keras_distrib.options import RunOptions, ValueContext
+from keras_distrib.options import InputContext, RunOptions, ValueContext
 from keras_distrib.replicas.replica_context import ReplicaContext
 from keras_distrib.strategy import Strategy
 
@@ -61,6 +61,10 @@ class DefaultStrategy(Strategy):
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         del options
         return dataset
+
+    def distribute_datasets_from_function(self, dataset_fn: Any, options: Any = None) -> Any:
+        del options
+        return dataset_fn(InputContext())
 
     def __repr__(self) -> str:
         return "<DefaultStrategy>"
