@@ -13,7 +13,7 @@ from keras_distrib.replicas.random_streams import fold_replica_into
 from keras_distrib.replicas.state import ReplicaState, current_state
 from keras_distrib.replicas.torch_modules import module_of
 from keras_distrib.training import losses, normalization, optimizer
-from keras_distrib.training.trainer import DistributedTrainer, compile_model
+from keras_distrib.training.trainer import DistributedTrainer, compile_model, synchronize
 from keras_distrib.variables import DistributedVariable, new_variable
 
 
@@ -41,6 +41,9 @@ def install() -> None:
             state_dict=_state_dict,
             state_loaded=_state_loaded,
             outside_strategies=_outside_strategies,
+            parameter=_parameter,
+            synchronize=_synchronize,
+            scope_of=_scope_of,
         )
     )
 
@@ -142,3 +145,25 @@ def _state_loaded(layer: Any) -> None:
 def _in_replica() -> bool:
     replica = context.creating_replica()
     return replica is not None and replica.state is not None
+
+
+def _parameter(variable: Any) -> torch.Tensor:
+    is_distributed = isinstance(variable, DistributedVariable) and variable._value is not None
+    return variable._value if is_distributed else variable.value
+
+
+def _synchronize(model: Any) -> None:
+    if model._distribute_strategy is None:
+        return
+    synchronize(model)
+    for variable in model.non_trainable_variables:  # counters, which all replicas have counted alike
+        value = variable.read_across_replicas()
+        if value is not variable._value and all(torch.equal(value, own.to(value)) for own in variable.components):
+            variable.assign(value.clone())
+
+
+def _scope_of(variables: Any) -> contextlib.AbstractContextManager[Any]:
+    first = next(iter(variables or ()), None)
+    if not isinstance(first, DistributedVariable) or context.has_strategy():
+        return contextlib.nullcontext()
+    return first.strategy.scope()

@@ -69,6 +69,7 @@ from keras.src.utils import (
     naming as _naming,
     torch_utils as _torch_utils,
 )
+from keras.src.utils.naming import auto_name
 from keras.src.utils.tracking import Tracker as _Tracker
 
 try:  # Keras 3.16 moved the backend's tensor functions
@@ -83,6 +84,7 @@ __all__ = [
     "StatelessScope",
     "Trainer",
     "Variable",
+    "auto_name",
     "class_weight_to_sample_weights",
     "convert_to_tensor",
     "device",
@@ -156,6 +158,10 @@ class Hooks:
         state_dict: `(layer, state)` to what torch's `state_dict` is to give.
         state_loaded: `(layer)` when torch's `load_state_dict` has written its tensors.
         outside_strategies: context manager in which variables are Keras' own.
+        parameter: `(variable)` to the tensor that a `torch.nn.Module` holds of it.
+        synchronize: `(model)` before its graph is taken.
+        scope_of: `(variables)` to a context manager that enters the scope of the
+            strategy that made them, outside of any.
     """
 
     new_variable: Callable[[type, tuple[Any, ...], dict[str, Any]], Any | None]
@@ -178,6 +184,9 @@ class Hooks:
     state_dict: Callable[[Any, dict[str, Any]], dict[str, Any]]
     state_loaded: Callable[[Any], None]
     outside_strategies: Callable[[], contextlib.AbstractContextManager[Any]]
+    parameter: Callable[[Any], torch.Tensor]
+    synchronize: Callable[[Any], None]
+    scope_of: Callable[[Any], contextlib.AbstractContextManager[Any]]
 
 
 _installed = False
@@ -229,6 +238,16 @@ def _install_trainer(hooks: Hooks) -> None:
 
     BaseTrainer.compile = compile
 
+    # Tracing would take the mean over replicas, which reading gives, into the graph.
+    original_export = model.export
+
+    @functools.wraps(original_export)
+    def export(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks.synchronize(self)
+        return original_export(self, *args, **kwargs)
+
+    model.export = export
+
 
 def _install_optimizers(hooks: Hooks) -> None:
     # Gradients are summed at the outermost `apply`: under `LossScaleOptimizer` the inner
@@ -242,6 +261,17 @@ def _install_optimizers(hooks: Hooks) -> None:
         return apply
 
     _wrap_everywhere(BaseOptimizer, "apply", summing)
+
+    # Callbacks and users build optimizers outside of the scope: slots go with their variables.
+    def building(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def build(self: Any, var_list: Any) -> Any:
+            with hooks.scope_of(var_list):
+                return original(self, var_list)
+
+        return build
+
+    _wrap_everywhere(BaseOptimizer, "build", building)
 
 
 def _wrap_everywhere(base: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -259,8 +289,13 @@ def _wrap_everywhere(base: type, name: str, wrapper: Callable[[Callable[..., Any
         for subclass in cls.__subclasses__():
             wrap_tree(subclass)
 
+    before = base.__dict__.get("__init_subclass__")
+
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        super(base, cls).__init_subclass__(**kwargs)
+        if before is None:
+            super(base, cls).__init_subclass__(**kwargs)
+        else:
+            before.__get__(None, cls)(**kwargs)
         wrap(cls)
 
     base.__init_subclass__ = classmethod(init_subclass)
@@ -308,6 +343,17 @@ def _install_layers(hooks: Hooks) -> None:
         if not (self.is_in_store(store_name, value) and hooks.in_replica()):
             original_add_to_store(self, store_name, value)
 
+    # A layer's torch parameters are the tensors that its variables are stored in; what
+    # reading gives may be a mean over replicas, which would be a parameter of its own.
+    def track_variables(self: Any) -> None:
+        self._torch_params = torch.nn.ParameterDict({v.path: hooks.parameter(v) for v in self.variables})
+
+    def post_track_variable(self: Any, variable: Any) -> None:
+        if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
+            self.torch_params[variable.path] = hooks.parameter(variable)
+
+    _Layer._track_variables = track_variables
+    _Layer._post_track_variable = post_track_variable
     _Tracker.add_to_store = add_to_store
     _Layer.add_loss = add_loss
     _Layer._get_own_losses = get_own_losses

@@ -98,6 +98,36 @@ class DistributedTrainer(keras_seam.Trainer):
         for variable in self.trainable_variables:
             variable.value.grad = None
 
+    # Copies, and what `torch.nn.Module` gives and takes.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Keras' own copy, which saves and loads, in the scope of this model's strategy."""
+        strategy = self._distribute_strategy
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            return copy.deepcopy(_Reduced(self.__reduce_ex__(4)), memo)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; of what each replica has its own of, it holds what reading gives."""
+        state = super().state_dict(*args, **kwargs)
+        if self._distribute_strategy is not None and not kwargs.get("keep_vars", False):
+            variables = {id(variable._value): variable for variable in self.variables}
+            for name, parameter in self.named_parameters(remove_duplicate=False):
+                if id(parameter) in variables:
+                    state[kwargs.get("prefix", "") + name] = variables[id(parameter)].value.detach()
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, into every replica."""
+        if self._distribute_strategy is None:
+            return super().load_state_dict(*args, **kwargs)
+        before = [(variable, variable._value._version) for variable in self.variables]
+        try:
+            return super().load_state_dict(*args, **kwargs)
+        finally:  # torch loads what fits before it raises
+            for variable, version in before:
+                if variable._value._version != version:
+                    variable.assign(variable._value.detach().clone())
+
     # The functions that `fit`, `evaluate` and `predict` call with each batch.
 
     def make_train_function(self, force: bool = False) -> Any:
@@ -194,12 +224,12 @@ class DistributedTrainer(keras_seam.Trainer):
 
     @functools.wraps(keras_seam.Trainer.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("evaluate", synchronize=True):
+        with self._on_strategy("evaluate", synchronized=True):
             return super().evaluate(*args, **kwargs)
 
     @functools.wraps(keras_seam.Trainer.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("predict", synchronize=True):
+        with self._on_strategy("predict", synchronized=True):
             return super().predict(*args, **kwargs)
 
     @functools.wraps(keras_seam.Trainer.train_on_batch)
@@ -209,12 +239,12 @@ class DistributedTrainer(keras_seam.Trainer):
 
     @functools.wraps(keras_seam.Trainer.test_on_batch)
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("test_on_batch", synchronize=True):
+        with self._on_strategy("test_on_batch", synchronized=True):
             return super().test_on_batch(*args, **kwargs)
 
     @functools.wraps(keras_seam.Trainer.predict_on_batch)
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("predict_on_batch", synchronize=True):
+        with self._on_strategy("predict_on_batch", synchronized=True):
             return super().predict_on_batch(*args, **kwargs)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
@@ -236,10 +266,10 @@ class DistributedTrainer(keras_seam.Trainer):
         return keras_seam.BaseTrainer.get_metrics_result(self)
 
     @contextlib.contextmanager
-    def _on_strategy(self, method: str, synchronize: bool = False) -> Iterator[None]:
+    def _on_strategy(self, method: str, synchronized: bool = False) -> Iterator[None]:
         """A call on a model, after a check that its strategy owns it and may run.
 
-        `synchronize` gives every replica the state that reading the model gives, so
+        `synchronized` gives every replica the state that reading the model gives, so
         that all of them evaluate with the same.
         """
         strategy = self._distribute_strategy
@@ -251,9 +281,8 @@ class DistributedTrainer(keras_seam.Trainer):
         # Not in its scope: callbacks may train and make models that are none of its.
         context.require_cross_replica(strategy)
         ownership.check_model(self, strategy)
-        if synchronize:
-            for variable in self.non_trainable_variables:
-                variable.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
+        if synchronized:
+            synchronize(self)
         yield
 
     def _announce(self, batch_size: int | None) -> None:
@@ -268,6 +297,22 @@ class DistributedTrainer(keras_seam.Trainer):
             f"{type(strategy).__name__}: {replicas} replica{'s' if replicas > 1 else ''} ({devices}), "
             f"global batch {batch_size}, per replica {per_replica}"
         )
+
+
+class _Reduced:
+    """What an object's `__reduce_ex__` returned; its deep copy is a copy of that object."""
+
+    def __init__(self, reduced: Any) -> None:
+        self._reduced = reduced
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._reduced
+
+
+def synchronize(model: Any) -> None:
+    """Gives every replica the state that reading a model's variables gives."""
+    for variable in model.non_trainable_variables:
+        variable.synchronize()
 
 
 def compile_model(model: Any, original: Callable[..., None], kwargs: dict[str, Any]) -> None:
