@@ -39,9 +39,8 @@ def install() -> None:
             is_being_built=_is_being_built,
             in_replica=_in_replica,
             state_dict=_state_dict,
-            state_loaded=_state_loaded,
+            loading_state=_loading_state,
             outside_strategies=_outside_strategies,
-            parameter=_parameter,
             synchronize=_synchronize,
             scope_of=_scope_of,
         )
@@ -135,21 +134,21 @@ def _state_dict(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _state_loaded(layer: Any) -> None:
-    """Gives all replicas what torch has loaded into the first one's tensors."""
-    for variable in layer.variables:
-        if isinstance(variable, DistributedVariable):
-            variable.assign(variable.raw_value.detach().clone())
+@contextlib.contextmanager
+def _loading_state(layer: Any) -> Iterator[None]:
+    """Gives all replicas what torch loads into the first one's tensors, also when it raises in the end."""
+    before = [(v, v.raw_value._version) for v in layer.variables if isinstance(v, DistributedVariable)]
+    try:
+        yield
+    finally:
+        for variable, version in before:
+            if variable.raw_value._version != version:
+                variable.assign(variable.raw_value.detach().clone())
 
 
 def _in_replica() -> bool:
     replica = context.creating_replica()
     return replica is not None and replica.state is not None
-
-
-def _parameter(variable: Any) -> torch.Tensor:
-    is_distributed = isinstance(variable, DistributedVariable) and variable._value is not None
-    return variable._value if is_distributed else variable.value
 
 
 def _synchronize(model: Any) -> None:

@@ -156,9 +156,9 @@ class Hooks:
         is_being_built: `(layer)` whether a replica is building the layer.
         in_replica: whether the calling thread runs a replica's step.
         state_dict: `(layer, state)` to what torch's `state_dict` is to give.
-        state_loaded: `(layer)` when torch's `load_state_dict` has written its tensors.
+        loading_state: `(layer)` to a context manager in which torch's
+            `load_state_dict` writes the layer's tensors.
         outside_strategies: context manager in which variables are Keras' own.
-        parameter: `(variable)` to the tensor that a `torch.nn.Module` holds of it.
         synchronize: `(model)` before its graph is taken.
         scope_of: `(variables)` to a context manager that enters the scope of the
             strategy that made them, outside of any.
@@ -182,9 +182,8 @@ class Hooks:
     is_being_built: Callable[[Any], bool]
     in_replica: Callable[[], bool]
     state_dict: Callable[[Any, dict[str, Any]], dict[str, Any]]
-    state_loaded: Callable[[Any], None]
+    loading_state: Callable[[Any], contextlib.AbstractContextManager[Any]]
     outside_strategies: Callable[[], contextlib.AbstractContextManager[Any]]
-    parameter: Callable[[Any], torch.Tensor]
     synchronize: Callable[[Any], None]
     scope_of: Callable[[Any], contextlib.AbstractContextManager[Any]]
 
@@ -343,17 +342,6 @@ def _install_layers(hooks: Hooks) -> None:
         if not (self.is_in_store(store_name, value) and hooks.in_replica()):
             original_add_to_store(self, store_name, value)
 
-    # A layer's torch parameters are the tensors that its variables are stored in; what
-    # reading gives may be a mean over replicas, which would be a parameter of its own.
-    def track_variables(self: Any) -> None:
-        self._torch_params = torch.nn.ParameterDict({v.path: hooks.parameter(v) for v in self.variables})
-
-    def post_track_variable(self: Any, variable: Any) -> None:
-        if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
-            self.torch_params[variable.path] = hooks.parameter(variable)
-
-    _Layer._track_variables = track_variables
-    _Layer._post_track_variable = post_track_variable
     _Tracker.add_to_store = add_to_store
     _Layer.add_loss = add_loss
     _Layer._get_own_losses = get_own_losses
@@ -462,18 +450,22 @@ def _install_state_dicts(hooks: Hooks) -> None:
 
     @functools.wraps(original_load_state_dict)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with hooks.loading_state(self):
             return original_load_state_dict(self, *args, **kwargs)
-        finally:
-            hooks.state_loaded(self)
 
     # Reading a variable may give the mean of its replicas' values, which is no parameter.
-    def track_variables(self: Any) -> None:
-        tensors = {variable.path: getattr(variable, "raw_value", None) for variable in self.variables}
-        self._torch_params = torch.nn.ParameterDict(
-            {v.path: v.value if tensors[v.path] is None else tensors[v.path] for v in self.variables}
-        )
+    def parameter(variable: Any) -> Any:
+        stored = getattr(variable, "raw_value", None)
+        return variable.value if stored is None else stored
 
+    def track_variables(self: Any) -> None:
+        self._torch_params = torch.nn.ParameterDict({v.path: parameter(v) for v in self.variables})
+
+    def post_track_variable(self: Any, variable: Any) -> None:
+        if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
+            self.torch_params[variable.path] = parameter(variable)
+
+    _Layer._post_track_variable = post_track_variable
     _Layer._track_variables = track_variables
     _Layer.state_dict = state_dict
     _Layer.load_state_dict = load_state_dict

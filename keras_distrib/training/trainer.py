@@ -98,36 +98,6 @@ class DistributedTrainer(keras_seam.Trainer):
         for variable in self.trainable_variables:
             variable.value.grad = None
 
-    # Copies, and what `torch.nn.Module` gives and takes.
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Keras' own copy, which saves and loads, in the scope of this model's strategy."""
-        strategy = self._distribute_strategy
-        with contextlib.nullcontext() if strategy is None else strategy.scope():
-            return copy.deepcopy(_Reduced(self.__reduce_ex__(4)), memo)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; of what each replica has its own of, it holds what reading gives."""
-        state = super().state_dict(*args, **kwargs)
-        if self._distribute_strategy is not None and not kwargs.get("keep_vars", False):
-            variables = {id(variable._value): variable for variable in self.variables}
-            for name, parameter in self.named_parameters(remove_duplicate=False):
-                if id(parameter) in variables:
-                    state[kwargs.get("prefix", "") + name] = variables[id(parameter)].value.detach()
-        return state
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, into every replica."""
-        if self._distribute_strategy is None:
-            return super().load_state_dict(*args, **kwargs)
-        before = [(variable, variable._value._version) for variable in self.variables]
-        try:
-            return super().load_state_dict(*args, **kwargs)
-        finally:  # torch loads what fits before it raises
-            for variable, version in before:
-                if variable._value._version != version:
-                    variable.assign(variable._value.detach().clone())
-
     # The functions that `fit`, `evaluate` and `predict` call with each batch.
 
     def make_train_function(self, force: bool = False) -> Any:
@@ -297,16 +267,6 @@ class DistributedTrainer(keras_seam.Trainer):
             f"{type(strategy).__name__}: {replicas} replica{'s' if replicas > 1 else ''} ({devices}), "
             f"global batch {batch_size}, per replica {per_replica}"
         )
-
-
-class _Reduced:
-    """What an object's `__reduce_ex__` returned; its deep copy is a copy of that object."""
-
-    def __init__(self, reduced: Any) -> None:
-        self._reduced = reduced
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._reduced
 
 
 def synchronize(model: Any) -> None:
