@@ -123,8 +123,8 @@ def building(case):
 
 
 def data(case):
-    # Three replicas get two rows each, which a torch batch norm needs.
-    rows = slice(0, 12) if case == "torch module" else slice(None)
+    # Two rows for each of three replicas, last: a torch batch norm needs them, and statistics end up apart.
+    rows = slice(0, 12) if case in ("sequential", "torch module") else slice(None)
     return (WORDS if case == "functional" else X)[rows], Y[rows]
 
 
