@@ -13,7 +13,7 @@ from keras_distrib.replicas.random_streams import fold_replica_into
 from keras_distrib.replicas.state import ReplicaState, current_state
 from keras_distrib.replicas.torch_modules import module_of
 from keras_distrib.training import losses, normalization, optimizer
-from keras_distrib.training.trainer import DistributedTrainer, compile_model
+from keras_distrib.training.trainer import DistributedTrainer, compile_model, synchronize
 from keras_distrib.variables import DistributedVariable, new_variable
 
 
@@ -39,8 +39,10 @@ def install() -> None:
             is_being_built=_is_being_built,
             in_replica=_in_replica,
             state_dict=_state_dict,
-            state_loaded=_state_loaded,
+            loading_state=_loading_state,
             outside_strategies=_outside_strategies,
+            synchronize=_synchronize,
+            scope_of=_scope_of,
         )
     )
 
@@ -132,13 +134,35 @@ def _state_dict(layer: Any, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _state_loaded(layer: Any) -> None:
-    """Gives all replicas what torch has loaded into the first one's tensors."""
-    for variable in layer.variables:
-        if isinstance(variable, DistributedVariable):
-            variable.assign(variable.raw_value.detach().clone())
+@contextlib.contextmanager
+def _loading_state(layer: Any) -> Iterator[None]:
+    """Gives all replicas what torch loads into the first one's tensors, also when it raises in the end."""
+    before = [(v, v.raw_value._version) for v in layer.variables if isinstance(v, DistributedVariable)]
+    try:
+        yield
+    finally:
+        for variable, version in before:
+            if variable.raw_value._version != version:
+                variable.assign(variable.raw_value.detach().clone())
 
 
 def _in_replica() -> bool:
     replica = context.creating_replica()
     return replica is not None and replica.state is not None
+
+
+def _synchronize(model: Any) -> None:
+    if model._distribute_strategy is None:
+        return
+    synchronize(model)
+    for variable in model.non_trainable_variables:  # counters, which all replicas have counted alike
+        value = variable.read_across_replicas()
+        if value is not variable._value and all(torch.equal(value, own.to(value)) for own in variable.components):
+            variable.assign(value.clone())
+
+
+def _scope_of(variables: Any) -> contextlib.AbstractContextManager[Any]:
+    first = next(iter(variables or ()), None)
+    if not isinstance(first, DistributedVariable) or context.has_strategy():
+        return contextlib.nullcontext()
+    return first.strategy.scope()

@@ -69,6 +69,7 @@ from keras.src.utils import (
     naming as _naming,
     torch_utils as _torch_utils,
 )
+from keras.src.utils.naming import auto_name
 from keras.src.utils.tracking import Tracker as _Tracker
 
 try:  # Keras 3.16 moved the backend's tensor functions
@@ -83,6 +84,7 @@ __all__ = [
     "StatelessScope",
     "Trainer",
     "Variable",
+    "auto_name",
     "class_weight_to_sample_weights",
     "convert_to_tensor",
     "device",
@@ -154,8 +156,12 @@ class Hooks:
         is_being_built: `(layer)` whether a replica is building the layer.
         in_replica: whether the calling thread runs a replica's step.
         state_dict: `(layer, state)` to what torch's `state_dict` is to give.
-        state_loaded: `(layer)` when torch's `load_state_dict` has written its tensors.
+        loading_state: `(layer)` to a context manager in which torch's
+            `load_state_dict` writes the layer's tensors.
         outside_strategies: context manager in which variables are Keras' own.
+        synchronize: `(model)` before its graph is taken.
+        scope_of: `(variables)` to a context manager that enters the scope of the
+            strategy that made them, outside of any.
     """
 
     new_variable: Callable[[type, tuple[Any, ...], dict[str, Any]], Any | None]
@@ -176,8 +182,10 @@ class Hooks:
     is_being_built: Callable[[Any], bool]
     in_replica: Callable[[], bool]
     state_dict: Callable[[Any, dict[str, Any]], dict[str, Any]]
-    state_loaded: Callable[[Any], None]
+    loading_state: Callable[[Any], contextlib.AbstractContextManager[Any]]
     outside_strategies: Callable[[], contextlib.AbstractContextManager[Any]]
+    synchronize: Callable[[Any], None]
+    scope_of: Callable[[Any], contextlib.AbstractContextManager[Any]]
 
 
 _installed = False
@@ -229,6 +237,16 @@ def _install_trainer(hooks: Hooks) -> None:
 
     BaseTrainer.compile = compile
 
+    # Tracing would take the mean over replicas, which reading gives, into the graph.
+    original_export = model.export
+
+    @functools.wraps(original_export)
+    def export(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks.synchronize(self)
+        return original_export(self, *args, **kwargs)
+
+    model.export = export
+
 
 def _install_optimizers(hooks: Hooks) -> None:
     # Gradients are summed at the outermost `apply`: under `LossScaleOptimizer` the inner
@@ -242,6 +260,17 @@ def _install_optimizers(hooks: Hooks) -> None:
         return apply
 
     _wrap_everywhere(BaseOptimizer, "apply", summing)
+
+    # Callbacks and users build optimizers outside of the scope: slots go with their variables.
+    def building(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def build(self: Any, var_list: Any) -> Any:
+            with hooks.scope_of(var_list):
+                return original(self, var_list)
+
+        return build
+
+    _wrap_everywhere(BaseOptimizer, "build", building)
 
 
 def _wrap_everywhere(base: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -259,8 +288,13 @@ def _wrap_everywhere(base: type, name: str, wrapper: Callable[[Callable[..., Any
         for subclass in cls.__subclasses__():
             wrap_tree(subclass)
 
+    before = base.__dict__.get("__init_subclass__")
+
     def init_subclass(cls: type, **kwargs: Any) -> None:
-        super(base, cls).__init_subclass__(**kwargs)
+        if before is None:
+            super(base, cls).__init_subclass__(**kwargs)
+        else:
+            before.__get__(None, cls)(**kwargs)
         wrap(cls)
 
     base.__init_subclass__ = classmethod(init_subclass)
@@ -416,18 +450,22 @@ def _install_state_dicts(hooks: Hooks) -> None:
 
     @functools.wraps(original_load_state_dict)
     def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with hooks.loading_state(self):
             return original_load_state_dict(self, *args, **kwargs)
-        finally:
-            hooks.state_loaded(self)
 
     # Reading a variable may give the mean of its replicas' values, which is no parameter.
-    def track_variables(self: Any) -> None:
-        tensors = {variable.path: getattr(variable, "raw_value", None) for variable in self.variables}
-        self._torch_params = torch.nn.ParameterDict(
-            {v.path: v.value if tensors[v.path] is None else tensors[v.path] for v in self.variables}
-        )
+    def parameter(variable: Any) -> Any:
+        stored = getattr(variable, "raw_value", None)
+        return variable.value if stored is None else stored
 
+    def track_variables(self: Any) -> None:
+        self._torch_params = torch.nn.ParameterDict({v.path: parameter(v) for v in self.variables})
+
+    def post_track_variable(self: Any, variable: Any) -> None:
+        if hasattr(self, "_torch_params") and variable.path not in self.torch_params:
+            self.torch_params[variable.path] = parameter(variable)
+
+    _Layer._post_track_variable = post_track_variable
     _Layer._track_variables = track_variables
     _Layer.state_dict = state_dict
     _Layer.load_state_dict = load_state_dict

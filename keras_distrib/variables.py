@@ -64,6 +64,8 @@ class DistributedVariable(keras_seam.Variable):
         self._written: set[int] = set()
         self.writes_are_equal = False
         _alive[id(self)] = self
+        if len(args) <= _ARGUMENTS.index("name") and kwargs.get("name") is None and _is_own_kind(type(self)):
+            kwargs["name"] = keras_seam.auto_name(keras_seam.Variable.__name__)  # Keras names it by its class
         with keras_seam.without_replica_scope():
             super().__init__(*args, **kwargs)
 
@@ -553,6 +555,11 @@ def aggregate(values: list[torch.Tensor], aggregation: str) -> torch.Tensor:
     op = ReduceOp.MEAN if aggregation == "mean" else ReduceOp.SUM
     with torch.no_grad():
         return reduce_lists(op, [[value] for value in values])[0][0]
+
+
+def _is_own_kind(cls: type) -> bool:
+    """Whether it is a class of this module, which stands for `keras.Variable`, and not made from a user's."""
+    return cls.__module__ == __name__ and cls.__qualname__ in globals()
 
 
 def _is_float(dtype: str) -> bool:

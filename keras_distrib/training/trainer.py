@@ -194,12 +194,12 @@ class DistributedTrainer(keras_seam.Trainer):
 
     @functools.wraps(keras_seam.Trainer.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("evaluate", synchronize=True):
+        with self._on_strategy("evaluate", synchronized=True):
             return super().evaluate(*args, **kwargs)
 
     @functools.wraps(keras_seam.Trainer.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("predict", synchronize=True):
+        with self._on_strategy("predict", synchronized=True):
             return super().predict(*args, **kwargs)
 
     @functools.wraps(keras_seam.Trainer.train_on_batch)
@@ -209,12 +209,12 @@ class DistributedTrainer(keras_seam.Trainer):
 
     @functools.wraps(keras_seam.Trainer.test_on_batch)
     def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("test_on_batch", synchronize=True):
+        with self._on_strategy("test_on_batch", synchronized=True):
             return super().test_on_batch(*args, **kwargs)
 
     @functools.wraps(keras_seam.Trainer.predict_on_batch)
     def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("predict_on_batch", synchronize=True):
+        with self._on_strategy("predict_on_batch", synchronized=True):
             return super().predict_on_batch(*args, **kwargs)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
@@ -236,10 +236,10 @@ class DistributedTrainer(keras_seam.Trainer):
         return keras_seam.BaseTrainer.get_metrics_result(self)
 
     @contextlib.contextmanager
-    def _on_strategy(self, method: str, synchronize: bool = False) -> Iterator[None]:
+    def _on_strategy(self, method: str, synchronized: bool = False) -> Iterator[None]:
         """A call on a model, after a check that its strategy owns it and may run.
 
-        `synchronize` gives every replica the state that reading the model gives, so
+        `synchronized` gives every replica the state that reading the model gives, so
         that all of them evaluate with the same.
         """
         strategy = self._distribute_strategy
@@ -251,9 +251,8 @@ class DistributedTrainer(keras_seam.Trainer):
         # Not in its scope: callbacks may train and make models that are none of its.
         context.require_cross_replica(strategy)
         ownership.check_model(self, strategy)
-        if synchronize:
-            for variable in self.non_trainable_variables:
-                variable.synchronize()  # pyright: ignore[reportAttributeAccessIssue]
+        if synchronized:
+            synchronize(self)
         yield
 
     def _announce(self, batch_size: int | None) -> None:
@@ -268,6 +267,12 @@ class DistributedTrainer(keras_seam.Trainer):
             f"{type(strategy).__name__}: {replicas} replica{'s' if replicas > 1 else ''} ({devices}), "
             f"global batch {batch_size}, per replica {per_replica}"
         )
+
+
+def synchronize(model: Any) -> None:
+    """Gives every replica the state that reading a model's variables gives."""
+    for variable in model.non_trainable_variables:
+        variable.synchronize()
 
 
 def compile_model(model: Any, original: Callable[..., None], kwargs: dict[str, Any]) -> None:
