@@ -33,7 +33,8 @@ class _Stream:
     def shard(self, num_shards: int, index: int) -> _Stream:
         if not 0 <= index < num_shards:
             raise ValueError(
-                f"`index` must be at least 0 and less than `num_shards`. Received: num_shards={num_shards}, index={index}"
+                "`index` must be at least 0 and less than `num_shards`. "
+                f"Received: num_shards={num_shards}, index={index}"
             )
         length = None if self.length is None else max(0, -(-(self.length - index) // num_shards))
         return _Stream(length, lambda positions, turn: self.at(positions * num_shards + index, turn))

@@ -14,6 +14,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from keras_distrib import context, keras_seam
 from keras_distrib.replicas.state import current_state
@@ -50,25 +51,40 @@ def fold_replica_into(seed: torch.Tensor) -> torch.Tensor:
     return _as_seed(fold((first + second) & _MASK, state.replica_id), like=seed)
 
 
+class GlobalDraws(TorchDispatchMode):
+    """Notes whether what runs in it, in one thread, draws from torch's global generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = (*args, *kwargs.values())
+            self.seen = self.seen or not any(isinstance(value, torch.Generator) for value in given)
+        return func(*args, **kwargs)
+
+
 class GlobalGeneratorWatch:
     """Warns if a strategy's first steps draw from torch's one global generator.
 
     Replica threads would draw from it in whatever order they come, so a run does
-    not repeat. Watching costs some microseconds a step, so it ends after a few.
+    not repeat. Watching costs some time at each operation, so it ends after a few runs.
     """
 
     def __init__(self, runs: int = 3) -> None:
         self._runs = runs
 
-    def state(self) -> torch.Tensor | None:
-        """The generator's state before a run, None if the run is not watched."""
+    def modes(self, count: int) -> list[GlobalDraws] | None:
+        """One for each replica of a run, None if the run is not watched."""
         if self._runs <= 0:
             return None
         self._runs -= 1
-        return torch.get_rng_state()
+        return [GlobalDraws() for _ in range(count)]
 
-    def check(self, before: torch.Tensor | None) -> None:
-        if before is not None and not torch.equal(before, torch.get_rng_state()):
+    def check(self, modes: list[GlobalDraws] | None) -> None:
+        if modes is not None and any(mode.seen for mode in modes):
             self._runs = 0
             warnings.warn(
                 "A replica's step drew random numbers from torch's global generator, which all replicas share: they "

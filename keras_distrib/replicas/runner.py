@@ -124,9 +124,11 @@ def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs:
         replica, state, call = jobs[0]
         with caller.entered(replica, state, seeds=None):
             return detached(call())
-    generator = strategy.generator_watch.state()
+    watched = strategy.generator_watch.modes(len(jobs))
+    for mode, (_, _, call) in zip(watched or (), jobs.values(), strict=bool(watched)):
+        call.watch_with(mode)
     results = _run_in_threads(strategy, caller, meeting, jobs)
-    strategy.generator_watch.check(generator)
+    strategy.generator_watch.check(watched)
     caller.seeds.keep()
     states = [state for _, state, _ in jobs.values()]
     merge_buffers(states)
@@ -163,9 +165,15 @@ class _Call:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+    def watch_with(self, watch: contextlib.AbstractContextManager[Any]) -> None:
+        """Makes the call in a context manager."""
+        self._watch = watch
 
     def __call__(self) -> Any:
-        return self._fn(*self._args, **self._kwargs)
+        with self._watch:
+            return self._fn(*self._args, **self._kwargs)
 
 
 def _run_in_threads(strategy: Strategy, caller: CallerState, meeting: Meeting, jobs: dict[int, Any]) -> list[Any]:
