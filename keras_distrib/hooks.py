@@ -12,7 +12,7 @@ from keras_distrib import context, keras_seam
 from keras_distrib.replicas.random_streams import fold_replica_into
 from keras_distrib.replicas.state import ReplicaState, current_state
 from keras_distrib.replicas.torch_modules import module_of
-from keras_distrib.training import losses, normalization, optimizer
+from keras_distrib.training import inputs, losses, normalization, optimizer
 from keras_distrib.training.trainer import DistributedTrainer, compile_model, synchronize
 from keras_distrib.variables import DistributedVariable, new_variable
 
@@ -42,7 +42,9 @@ def install() -> None:
             loading_state=_loading_state,
             outside_strategies=_outside_strategies,
             synchronize=_synchronize,
+            adapt_data=inputs.adapted,
             scope_of=_scope_of,
+            scope_of_model=_scope_of_model,
         )
     )
 
@@ -97,7 +99,8 @@ def _maybe_build(layer: Any, build: Callable[[], None]) -> None:
     """Builds a layer once for all replicas, in cross-replica context."""
     replica = context.running_replica()
     if replica is None or replica.state is None:
-        build()
+        with _scope_of_model(layer):
+            build()
         return
     replica.wait_for_lower()
     if layer.built:
@@ -159,6 +162,12 @@ def _synchronize(model: Any) -> None:
         value = variable.read_across_replicas()
         if value is not variable._value and all(torch.equal(value, own.to(value)) for own in variable.components):
             variable.assign(value.clone())
+
+
+def _scope_of_model(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """A model's scope where it is built outside of any: its variables go with the model."""
+    strategy = getattr(model, "_distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None or context.has_strategy() else strategy.scope()
 
 
 def _scope_of(variables: Any) -> contextlib.AbstractContextManager[Any]:

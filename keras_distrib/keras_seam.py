@@ -60,10 +60,12 @@ from keras.src.random import seed_generator as _seed_module
 from keras.src.saving import saving_lib as _saving
 from keras.src.saving.keras_saveable import KerasSaveable as _KerasSaveable
 from keras.src.trainers import trainer as _base_trainer
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import (
     class_weight_to_sample_weights,
     unpack_x_y_sample_weight,
 )
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 from keras.src.utils import (
     io_utils as _io_utils,
     naming as _naming,
@@ -80,8 +82,10 @@ except ImportError:
 __all__ = [
     "BaseOptimizer",
     "BaseTrainer",
+    "DataAdapter",
     "Hooks",
     "StatelessScope",
+    "TorchDataLoaderAdapter",
     "Trainer",
     "Variable",
     "auto_name",
@@ -160,8 +164,10 @@ class Hooks:
             `load_state_dict` writes the layer's tensors.
         outside_strategies: context manager in which variables are Keras' own.
         synchronize: `(model)` before its graph is taken.
+        adapt_data: `(x, arguments)` to what stands in for `x` in an iterator over epochs.
         scope_of: `(variables)` to a context manager that enters the scope of the
             strategy that made them, outside of any.
+        scope_of_model: `(model)`, likewise for the strategy that the model belongs to.
     """
 
     new_variable: Callable[[type, tuple[Any, ...], dict[str, Any]], Any | None]
@@ -185,7 +191,9 @@ class Hooks:
     loading_state: Callable[[Any], contextlib.AbstractContextManager[Any]]
     outside_strategies: Callable[[], contextlib.AbstractContextManager[Any]]
     synchronize: Callable[[Any], None]
+    adapt_data: Callable[[Any, dict[str, Any]], Any]
     scope_of: Callable[[Any], contextlib.AbstractContextManager[Any]]
+    scope_of_model: Callable[[Any], contextlib.AbstractContextManager[Any]]
 
 
 _installed = False
@@ -236,6 +244,31 @@ def _install_trainer(hooks: Hooks) -> None:
         hooks.compile(self, functools.partial(original, self, *args), kwargs)
 
     BaseTrainer.compile = compile
+
+    # A model that is built outside of its scope is still of its strategy.
+    def in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with hooks.scope_of_model(self):
+                return original(self, *args, **kwargs)
+
+        return build
+
+    _wrap_everywhere(model, "build", in_scope)
+
+    # Every entry point makes one of these from its `x`.
+    original_iterator = _torch_trainer.TorchEpochIterator
+
+    class EpochIterator(original_iterator):  # type: ignore[misc, valid-type]
+        def __init__(self, x: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(hooks.adapt_data(x, kwargs), *args, **kwargs)
+
+        def _interrupted_warning(self) -> None:
+            # The end of a dataset of unknown length is no interruption.
+            if self.steps_per_epoch or not getattr(self.data_adapter, "ends_by_itself", False):
+                super()._interrupted_warning()
+
+    _torch_trainer.TorchEpochIterator = EpochIterator
 
     # Tracing would take the mean over replicas, which reading gives, into the graph.
     original_export = model.export

@@ -49,6 +49,7 @@ def nothing_left(request):
     deadline = time.monotonic() + 5
     while _package_threads() - threads and time.monotonic() < deadline:
         gc.collect()
+        time.sleep(0.01)  # a collection holds the interpreter, which the threads need to end
     assert not _package_threads() - threads, "a replica's thread is still alive"
 
 

@@ -166,7 +166,13 @@ class DistributedDataset:
 
     @property
     def is_one_shot(self) -> bool:
+        """Whether there is a single pass, which every iterator goes on with."""
         return self._feed.is_one_shot
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether a pass is known to have no end."""
+        return self._feed.is_endless
 
     def shown(self, batch: SplitBatch) -> Any:
         """A batch as users see it: of a strategy with one replica in all, plain tensors."""
@@ -179,11 +185,13 @@ class Feed:
     Attributes:
         num_steps: steps of a pass; None if that is not known.
         is_one_shot: whether there is a single pass.
+        is_endless: whether a pass is known to have no end.
         fixed_rows: rows of every global batch, None if they may differ.
     """
 
     num_steps: int | None = None
     is_one_shot = False
+    is_endless = False
     fixed_rows: int | None = None
 
     def steps(self, state: State | None) -> Iterator[tuple[SplitBatch, State]]:
@@ -202,6 +210,7 @@ class GlobalFeed(Feed):
         self._fetches = options.experimental_fetch_to_device is not False
         self.num_steps = self._source.num_batches if self._policy.name == "DATA" else None
         self.is_one_shot = self._source.is_one_shot
+        self.is_endless = self._source.is_endless
         self.fixed_rows = source.fixed_rows if own.workers == 1 else None
 
     def steps(self, state: State | None) -> Iterator[tuple[SplitBatch, State]]:
@@ -232,6 +241,7 @@ class FunctionFeed(Feed):
         self._devices = strategy.devices
         self._fetches = options.experimental_fetch_to_device is not False
         self.is_one_shot = any(source.is_one_shot for source in sources)
+        self.is_endless = any(source.is_endless for source in sources)
         lengths = [source.num_batches for source in sources]
         if None not in lengths:
             count = len(self._devices)

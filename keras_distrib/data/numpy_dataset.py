@@ -263,6 +263,8 @@ class _FiniteSource(RandomAccessSource):
 
 
 class _EndlessSource(Source):
+    is_endless = True
+
     def __init__(self, dataset: NumpyDataset) -> None:
         self._dataset = dataset
 

@@ -29,6 +29,7 @@ class Source:
     Attributes:
         num_batches: batches of one pass; None if that is not known.
         is_one_shot: whether there is a single pass.
+        is_endless: whether a pass is known to have no end.
         has_random_access: whether `batch_rows` makes parts of any batch.
         auto_shard_policy: what the dataset itself says; None if nothing.
         fixed_rows: rows of every batch; None if they may differ.
@@ -36,6 +37,7 @@ class Source:
 
     num_batches: int | None = None
     is_one_shot = False
+    is_endless = False
     has_random_access = False
     auto_shard_policy: AutoShardPolicy | None = None
     fixed_rows: int | None = None
@@ -228,6 +230,29 @@ class RowsSource(RandomAccessSource):
         return self._read(start + rows.start, start + rows.stop)
 
 
+class LabelledSource(Source):
+    """Batches of columns, as pairs of features and label.
+
+    Args:
+        source: batches that are dicts of columns.
+        label: name of the column that is `y`; the others are `x`, alone if it is one.
+    """
+
+    def __init__(self, source: Source, label: Any) -> None:
+        self._source = source
+        self._label = label
+        self.num_batches = source.num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._pair, iter(self._source))
+
+    def _pair(self, batch: dict[str, Any]) -> tuple[Any, Any]:
+        if not isinstance(self._label, str) or self._label not in batch:
+            raise ValueError(f"`y` must be the name of a column. Received: y={self._label!r}, columns={list(batch)}")
+        features = {name: column for name, column in batch.items() if name != self._label}
+        return (next(iter(features.values())) if len(features) == 1 else features), batch[self._label]
+
+
 class PyDatasetSource(RandomAccessSource):
     """A `keras.utils.PyDataset` of known length."""
 
@@ -288,6 +313,7 @@ class TFDataSource(Source):
         self._dataset = dataset
         cardinality = int(dataset.cardinality())
         self.num_batches = cardinality if cardinality >= 0 else None
+        self.is_endless = cardinality == -1
         policy = dataset.options().experimental_distribute.auto_shard_policy
         self.auto_shard_policy = AutoShardPolicy[policy.name]
 
@@ -326,7 +352,7 @@ def as_source(dataset: Any, options: InputOptions | None = None) -> Source:
         return GrainSource(dataset)
     if _is_of(dataset, "tensorflow", "DatasetV2"):
         return TFDataSource(dataset)
-    if _is_of(dataset, "datasets", "Dataset", "IterableDataset"):
+    if is_hugging_face(dataset):
         return _hugging_face(dataset, options)
     if isinstance(dataset, torch.utils.data.DataLoader):
         stateful = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
@@ -344,6 +370,11 @@ def as_source(dataset: Any, options: InputOptions | None = None) -> Source:
     if isinstance(dataset, types.FunctionType | types.MethodType | types.BuiltinFunctionType) or callable(dataset):
         return GeneratorSource(dataset)
     raise _unknown(dataset)
+
+
+def is_hugging_face(dataset: Any) -> bool:
+    """Whether it is a dataset of the package `datasets`."""
+    return _is_of(dataset, "datasets", "Dataset", "IterableDataset")
 
 
 def _unknown(dataset: Any) -> TypeError:
@@ -377,12 +408,12 @@ def arrays_source(arrays: Any, batch_size: int) -> RowsSource:
 
 
 def as_rows(arrays: Any) -> Any:
-    """Arrays, tensors and frames as tensors, or as arrays of what torch has no dtype for.
+    """Arrays, tensors and frames, as arrays and tensors that can be sliced; nothing is copied.
 
     Raises:
         ValueError: if they differ in rows, or there is a scalar among them.
     """
-    arrays = map_structure(to_rows, arrays)
+    arrays = map_structure(_array_of_frame, arrays)
     shapes = [tuple(leaf.shape) for leaf in leaves(arrays) if leaf is not None]
     if any(not shape for shape in shapes) or len({shape[0] for shape in shapes}) > 1:
         raise ValueError(
@@ -396,16 +427,27 @@ def to_rows(leaf: Any) -> Any:
     """One array as a tensor on the CPU; strings and objects stay NumPy arrays."""
     if leaf is None or isinstance(leaf, torch.Tensor | str | bytes):
         return leaf
-    if _is_of(leaf, "pandas", "DataFrame", "Series"):
-        leaf = leaf.to_numpy()
-        if leaf.dtype == object:
-            leaf = _numbers_of(leaf)
+    leaf = _array_of_frame(leaf)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSU":
         return leaf
+    if isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.dtype.name in _SHARED_DTYPES:
+        return torch.from_numpy(leaf)
     if isinstance(leaf, np.ndarray | np.generic) or hasattr(leaf, "__array__"):
         with keras_seam.device("cpu"):
             return keras_seam.convert_to_tensor(leaf)
     return leaf
+
+
+# Arrays of these become tensors that share their storage.
+_SHARED_DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
+
+
+def _array_of_frame(leaf: Any) -> Any:
+    """A frame's values: numbers where they all are, else objects."""
+    if not _is_of(leaf, "pandas", "DataFrame", "Series"):
+        return leaf
+    array = leaf.to_numpy()
+    return _numbers_of(array) if array.dtype == object else array
 
 
 def _numbers_of(frame: Any) -> Any:
@@ -478,7 +520,5 @@ def _length(dataset: Any) -> int | None:
 
 def _is_of(value: Any, package: str, *names: str) -> bool:
     """Whether an object's class, or one that it derives from, is of a package; without importing it."""
-    for cls in type(value).__mro__:
-        if cls.__name__ in names and cls.__module__.partition(".")[0] == package:
-            return True
-    return False
+    classes = type(value).__mro__
+    return any(cls.__name__ in names and cls.__module__.partition(".")[0] == package for cls in classes)

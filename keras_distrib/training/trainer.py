@@ -20,10 +20,10 @@ import keras
 import torch
 
 from keras_distrib import context, keras_seam
-from keras_distrib.data.split import count_rows, split_batch
+from keras_distrib.data.split import SplitBatch, count_rows, split_batch
 from keras_distrib.replicas.state import current_state
 from keras_distrib.strategy import Strategy
-from keras_distrib.training import ownership
+from keras_distrib.training import inputs, ownership
 from keras_distrib.values import PerReplica, map_structure, select
 
 Logs = dict[str, Any]
@@ -154,7 +154,8 @@ class DistributedTrainer(keras_seam.Trainer):
         def function(data: list[Any]) -> Any:
             results = []
             for batch in data:
-                parts, rows = split_batch(batch, strategy.devices)
+                split = isinstance(batch, SplitBatch)
+                parts, rows = (batch.parts, batch.rows) if split else split_batch(batch, strategy.devices)
                 self._announce(rows)
                 if not rows and combine == self._joined_outputs:
                     results.append(step(select(0, parts)))  # nothing to run, but outputs have shapes
@@ -218,6 +219,9 @@ class DistributedTrainer(keras_seam.Trainer):
             return super().predict_on_batch(*args, **kwargs)
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        adapter = getattr(iterator, "data_adapter", None)
+        if data_batch is None and isinstance(adapter, inputs.InputAdapter):
+            data_batch = adapter.first()
         if self._distribute_strategy is None:
             super()._symbolic_build(iterator, data_batch)
             return
@@ -246,14 +250,16 @@ class DistributedTrainer(keras_seam.Trainer):
         if strategy is None:
             if context.has_strategy():
                 ownership.refuse_model(self, context.get_strategy(), method)
-            yield
+            with inputs.reading_for(None):
+                yield
             return
         # Not in its scope: callbacks may train and make models that are none of its.
         context.require_cross_replica(strategy)
         ownership.check_model(self, strategy)
         if synchronized:
             synchronize(self)
-        yield
+        with inputs.reading_for(strategy):
+            yield
 
     def _announce(self, batch_size: int | None) -> None:
         strategy = self._distribute_strategy
