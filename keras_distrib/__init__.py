@@ -1,5 +1,8 @@
 """tf.distribute.Strategy for Keras 3 on PyTorch."""
 
+from keras_distrib import keras_seam as _keras_seam  # first: it chooses or checks Keras' backend
+
+# isort: split
 from keras_distrib import (
     config as config,
     data as data,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ HOW_TO_SET_BACKEND = (
     'Set the environment variable KERAS_BACKEND=torch (or `os.environ["KERAS_BACKEND"] = "torch"`) '
     "before the first import of keras or keras_distrib."
 )
+
+if "keras" not in sys.modules:  # Keras' own default is TensorFlow
+    os.environ.setdefault("KERAS_BACKEND", "torch")
 
 try:
     import keras

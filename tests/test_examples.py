@@ -27,3 +27,18 @@ def test_custom_loop(tmp_path):
     assert len(losses) == 3
     assert losses[-1] < losses[0] / 2
     assert float(re.findall(r"accuracy (\S+)", out)[-1]) > 0.95
+
+
+def test_distributed_input(tmp_path):
+    out = run_example("distributed_input.py", cwd=tmp_path)
+    assert "step 0: [[0, 1], [2, 3]]\nstep 1: [[4], [5]]" in out
+    accuracies = re.findall(r"(arrays|dataset function|DatasetCreator|200 files): accuracy (\S+)", out)
+    assert len(accuracies) == 4
+    assert all(float(accuracy) > 0.9 for _, accuracy in accuracies)
+    assert float(re.search(r"predicted 1797 rows in order: accuracy (\S+)", out)[1]) > 0.9
+    assert "resumed after 10 of 29 batches: 19 are left" in out
+
+
+def test_grain_input(tmp_path):
+    out = run_example("grain_input.py", cwd=tmp_path)
+    assert float(re.search(r"test accuracy on 2 replicas: (\S+)", out)[1]) > 0.9

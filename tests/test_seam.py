@@ -112,3 +112,8 @@ def test_only_the_seam_touches_keras_internals():
     folder = pathlib.Path(keras_distrib.__file__).parent
     users = [p.name for p in folder.rglob("*.py") if "keras.src" in p.read_text() and p.name != "keras_seam.py"]
     assert users == []
+
+
+def test_torch_is_the_default_where_keras_is_not_imported_yet():
+    out = output("-c", "import keras_distrib, keras; print(keras.backend.backend())", KERAS_BACKEND=None)
+    assert out.strip() == "torch"

@@ -118,7 +118,7 @@ class TestEveryRowOnce:
             assert sum(split_rows(rows, total)) == rows
             found = [worker_rows(rows, w, workers, replicas) for w in range(workers)]
             assert [r for own in found for r in range(own.start, own.stop)] == list(range(rows))
-            assert [p.count for p in pieces(rows, total)] == split_rows(rows, total)
+            assert [p.length for p in pieces(rows, total)] == split_rows(rows, total)
             steps = worker_steps(rows, workers, replicas)
             assert [r for step in steps for p in step for r in range(p.start, p.stop)] == list(range(rows))
 

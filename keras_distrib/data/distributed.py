@@ -223,7 +223,7 @@ class GlobalFeed(Feed):
         for step in pipeline:
             copies = Copies() if self._fetches else None
             parts = cut(step.batch, step.rows, self._devices, copies.to_device if copies else _left_there)
-            yield SplitBatch(parts, sum(piece.count for piece in step.rows), copies), step.state
+            yield SplitBatch(parts, sum(piece.length for piece in step.rows), copies), step.state
 
 
 class FunctionFeed(Feed):

@@ -43,7 +43,7 @@ class _Stream:
         length = self.length
         if length is None:
             raise ValueError("An endless dataset cannot be shuffled. Call `shuffle` before `repeat`.")
-        entropy = np.random.SeedSequence().entropy if seed is None else seed
+        entropy = int(np.random.default_rng().integers(1 << 62)) if seed is None else seed
         orders: dict[int, Numbers] = {}
 
         def at(positions: Numbers, turn: int) -> Numbers:
@@ -59,18 +59,18 @@ class _Stream:
         length = self.length
         if length is None or not length:
             return self
-        endless = count is None or count < 0
+        times = None if count is None or count < 0 else count
 
         def at(positions: Numbers, turn: int) -> Numbers:
             turns = positions // length
             found = np.empty_like(positions)
             for repetition in np.unique(turns):
                 here = turns == repetition
-                number = int(repetition) if endless else turn * (count or 1) + int(repetition)
+                number = int(repetition) if times is None else turn * times + int(repetition)
                 found[here] = self.at(positions[here] % length, number)
             return found
 
-        return _Stream(None if endless else length * count, at)
+        return _Stream(None if times is None else length * times, at)
 
 
 class NumpyDataset:

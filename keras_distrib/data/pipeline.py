@@ -109,9 +109,8 @@ class Pipeline:
 
     def _rows_of_batches(self) -> Iterator[Step]:
         """Reads only this worker's rows of each batch."""
-        assert self._source.num_batches is not None  # noqa: S101 - random access has a length
         own = self._own
-        for index in range(self._first, self._source.num_batches):
+        for index in range(self._first, self._source.num_batches or 0):
             total = self._source.num_rows(index)
             read = worker_rows(total, own.worker, own.workers, own.replicas)
             batch, _ = counted(self._source.batch_rows(index, read))

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     stop: int
 
     @property
-    def count(self) -> int:
+    def length(self) -> int:
         return self.stop - self.start
 
 
@@ -98,7 +98,7 @@ def worker_steps(rows: int, workers: int, replicas_per_worker: int) -> list[list
     """
     found = pieces(rows, workers * replicas_per_worker)
     steps = [found[start : start + replicas_per_worker] for start in range(0, len(found), replicas_per_worker)]
-    return [step for step in steps if any(piece.count for piece in step)]
+    return [step for step in steps if any(piece.length for piece in step)]
 
 
 def shard_files(files: Sequence[Item], worker: int, workers: int) -> list[Item]:

@@ -9,7 +9,6 @@ class for a dataset; a dataset's own package is imported only if the user has.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -157,7 +156,7 @@ class _StatefulLoaderIterator(SourceIterator):
 class GeneratorSource(IterableSource):
     """A function without arguments that gives a new iterator for each pass."""
 
-    def __init__(self, function: Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
 
     def __iter__(self) -> Iterator[Any]:
@@ -186,10 +185,14 @@ class RandomAccessSource(Source):
     """Rows or batches that can be read in any order; `batch_rows` reads some of one batch."""
 
     has_random_access = True
-    num_batches: int
+
+    @property
+    def count(self) -> int:
+        """Batches of one pass, which random access has to know."""
+        return self.num_batches or 0
 
     def __iter__(self) -> Iterator[Any]:
-        for index in range(self.num_batches):
+        for index in range(self.count):
             yield self.batch_rows(index, Rows(0, self.num_rows(index)))
 
     def iterator(self) -> SourceIterator:
@@ -205,11 +208,11 @@ class _IndexedIterator(SourceIterator):
 
     def _skip(self, target: int, state: dict[str, Any]) -> None:
         source = self._source
-        if target > source.num_batches:
+        if target > source.count:
             super()._skip(target, state)
         self._taken = target
         self._batches = (
-            source.batch_rows(index, Rows(0, source.num_rows(index))) for index in range(target, source.num_batches)
+            source.batch_rows(index, Rows(0, source.num_rows(index))) for index in range(target, source.count)
         )
 
 
@@ -267,7 +270,7 @@ class PyDatasetSource(RandomAccessSource):
 
     def __iter__(self) -> Iterator[Any]:
         self._dataset.on_epoch_begin()
-        yield from (self._dataset[index] for index in range(self.num_batches))
+        yield from (self._dataset[index] for index in range(self.count))
         self._dataset.on_epoch_end()
 
     def num_rows(self, index: int) -> int:
@@ -295,6 +298,8 @@ class GrainSource(Source):
 class _GrainIterator(SourceIterator):
     """A pass that keeps grain's own state."""
 
+    _batches: Any
+
     def get_state(self) -> dict[str, Any]:
         return super().get_state() | {"grain": self._batches.get_state()}
 
@@ -317,8 +322,39 @@ class TFDataSource(Source):
         policy = dataset.options().experimental_distribute.auto_shard_policy
         self.auto_shard_policy = AutoShardPolicy[policy.name]
 
+        spec = next(iter(leaves(dataset.element_spec)), None)
+        shape = getattr(spec, "shape", None)
+        self.fixed_rows = shape[0] if shape is not None and shape.rank else None
+
     def __iter__(self) -> Iterator[Any]:
         return (map_structure(_of_tensorflow, element) for element in self._dataset)
+
+    def for_worker(self, worker: int, workers: int) -> Source | None:
+        """The files of one worker, where the pipeline reads files that TensorFlow finds in it.
+
+        Raises:
+            ValueError: if it finds fewer files than workers.
+        """
+        import tensorflow as tf
+        from tensorflow.python.data.experimental.ops import distribute  # nothing public shards a pipeline
+
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
+        try:
+            own = TFDataSource(distribute._AutoShardDataset(self._dataset.with_options(options), workers, worker))
+            own._first_look()
+        except tf.errors.NotFoundError:  # no files in it
+            return None
+        except tf.errors.InvalidArgumentError as error:
+            raise ValueError(
+                "Could not apply FILE based sharding: there are fewer files than workers. "
+                f"Received: {workers} workers, and from TensorFlow: {error.message}"
+            ) from None
+        return own
+
+    def _first_look(self) -> None:
+        """Sharding fails when a pass begins, not when the dataset is made."""
+        next(iter(self._dataset), None)
 
 
 def _of_tensorflow(leaf: Any) -> Any:
@@ -367,7 +403,7 @@ def as_source(dataset: Any, options: InputOptions | None = None) -> Source:
         return OneShotSource(dataset)
     if isinstance(dataset, Iterable):
         return IterableSource(dataset)
-    if isinstance(dataset, types.FunctionType | types.MethodType | types.BuiltinFunctionType) or callable(dataset):
+    if callable(dataset):
         return GeneratorSource(dataset)
     raise _unknown(dataset)
 

@@ -47,7 +47,7 @@ class Copies:
     """Copies to GPUs on a stream beside the one that computes."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.Tensor]] = []
+        self._events: list[tuple[Any, torch.Tensor]] = []
 
     def to_device(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
         target = device.torch_device
@@ -148,7 +148,7 @@ def cut(
         devices: one per replica.
         copy: puts a tensor on a device; None copies at once.
     """
-    counts = [piece.count for piece in rows]
+    counts = [piece.length for piece in rows]
     copy = copy or to_device
     # The pieces of one worker follow one another: they are cut in one call.
     before, after = rows[0].start, rows[-1].stop

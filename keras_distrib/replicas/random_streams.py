@@ -60,10 +60,18 @@ class GlobalDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            given = (*args, *kwargs.values())
-            self.seen = self.seen or not any(isinstance(value, torch.Generator) for value in given)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and not getattr(result, "is_meta", False):
+            self.seen = self.seen or self._draws(func, args, kwargs)
+        return result
+
+    @staticmethod
+    def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if "dropout_p" in names:  # attention, which draws only for dropout
+            return bool(given.get("dropout_p"))
+        return given.get("generator") is None and given.get("train") is not False
 
 
 class GlobalGeneratorWatch:

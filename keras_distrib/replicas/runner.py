@@ -40,7 +40,7 @@ class CallerState:
         self.grad_enabled = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = {kind: _autocast_of(kind) for kind in ("cpu", "cuda")}
-        self.threads = torch.get_num_threads()
+        self.threads = _threads_of_caller()
         self.creations: dict[int, dict[Any, list[Any]]] = {}
 
     @contextlib.contextmanager
@@ -221,10 +221,24 @@ def _job(
 
 class _IntraOpThreads(threading.local):
     count = 0
+    looked = False
 
 
 _intra_op_threads = _IntraOpThreads()
 _set_threads_lock = threading.Lock()
+
+
+def _threads_of_caller() -> int:
+    """How many threads torch takes for the calling thread's operations.
+
+    A thread's first look fixes its number, so it must not fall into a change of the
+    process' number.
+    """
+    if _intra_op_threads.looked:
+        return torch.get_num_threads()
+    with _set_threads_lock:
+        _intra_op_threads.looked = True
+        return torch.get_num_threads()
 
 
 def _set_threads(count: int) -> None:
