@@ -58,17 +58,18 @@ def migrate(code: bytes | str) -> Migration:
         ) from error
     from keras_distrib.migrate.analysis import Analysis
     from keras_distrib.migrate.rewriter import Rewriter
+    from keras_distrib.migrate.tree import Script
 
     data = code.encode() if isinstance(code, str) else code
     try:
         module = cst.parse_module(data)
     except cst.ParserSyntaxError as error:
         raise SyntaxError(f"line {error.raw_line}: {error.message}") from error
-    wrapper = metadata.MetadataWrapper(module)
-    analysis = Analysis(wrapper)
+    script = Script(metadata.MetadataWrapper(module))
+    analysis = Analysis(script)
     analysis.run()
     if not analysis.edits:
         return Migration(data, analysis.report)
-    new = wrapper.module.visit(Rewriter(analysis.edits)).bytes
+    new = script.module.visit(Rewriter(analysis.edits)).bytes
     compile(new, "<migrated>", "exec")
     return Migration(new, analysis.report)

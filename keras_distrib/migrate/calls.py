@@ -82,7 +82,8 @@ def translate(name: str, op: rules.Op, given: Given) -> NewCall:
         special = SPECIAL[name](given)
         if isinstance(special, NewCall):
             return special
-        op = special or op
+        if special is not None:
+            op, pairs = special, bind(special, given.call)
     for parameter in op.parameters:
         if parameter.needed and parameter.name not in given.by_name:
             raise CannotTranslateError(f"without `{parameter.name}` it means something else than {op.target}")

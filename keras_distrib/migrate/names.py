@@ -91,8 +91,18 @@ def aliases(statement: ImportStatement) -> list[cst.ImportAlias]:
     return [] if isinstance(statement.names, cst.ImportStar) else list(statement.names)
 
 
-def module_of(statement: cst.ImportFrom) -> str:
+def module_of(statement: ImportStatement) -> str:
+    """The module that `from module import ...` names; empty for a plain import."""
+    if isinstance(statement, cst.Import):
+        return ""
     return "." * len(statement.relative) + (dotted(statement.module) or "")
+
+
+def modules_of(statement: ImportStatement) -> list[str]:
+    """The full names that an import binds; the module for `import *`."""
+    if isinstance(statement.names, cst.ImportStar):
+        return [module_of(statement)]
+    return [imported(statement, alias)[1] for alias in aliases(statement)]
 
 
 def imported(statement: ImportStatement, alias: cst.ImportAlias) -> tuple[str, str]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import libcst as cst
 
-from keras_distrib.migrate.analysis import Edits
 from keras_distrib.migrate.calls import NewCall
 from keras_distrib.migrate.names import grouped
+from keras_distrib.migrate.tree import Edits
 
 
 def _lines(texts: list[str]) -> list[cst.SimpleStatementLine]:

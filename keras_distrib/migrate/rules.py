@@ -299,7 +299,22 @@ KEPT: tuple[str, ...] = ("data", "io", "image", "strings", "RaggedTensor", "ragg
 
 # Methods whose arguments, and functions given to them, belong to the pipeline of a dataset.
 DATASET_METHODS = frozenset(
-    ["map", "filter", "flat_map", "interleave", "padded_batch", "ragged_batch", "scan", "take_while", "group_by_window", "bucket_by_sequence_length", "with_options", "from_generator", "from_tensor_slices", "from_tensors"]
+    [
+        "map",
+        "filter",
+        "flat_map",
+        "interleave",
+        "padded_batch",
+        "ragged_batch",
+        "scan",
+        "take_while",
+        "group_by_window",
+        "bucket_by_sequence_length",
+        "with_options",
+        "from_generator",
+        "from_tensor_slices",
+        "from_tensors",
+    ]
 )
 
 # Statements that are taken out, and why they can be.
