@@ -263,6 +263,10 @@ class Analysis(cst.CSTVisitor):
             self._decide_namespace_alias(statement, node)
 
     def _set_text(self, pending: _Pending) -> None:
+        statement = self._parents[pending.reference.node]
+        if isinstance(statement, cst.Assign) and [dotted(one.target) for one in statement.targets] == [pending.text]:
+            # `keras = tf.keras`: the import says it.
+            self.edits.removed.add(id(statement))
         text = pending.text.replace('"', "'") if pending.in_fstring else pending.text
         self.edits.texts[id(pending.reference.node)] = text
         self.report.change(pending.line, pending.reference.text, pending.text, pending.note)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
@@ -31,8 +33,36 @@ class Rewriter(cst.CSTTransformer):
     def __init__(self, edits: Edits) -> None:
         super().__init__()
         self._edits = edits
+        self._carried: dict[int, list[cst.EmptyLine]] = {}
+
+    def visit_Module(self, node: cst.Module) -> None:
+        self._carry(node.body)
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self._carry(node.body)
+
+    def _carry(self, body: Sequence[cst.BaseStatement]) -> None:
+        """Hands the comments and empty lines before a statement that goes to the one after it."""
+        for statement, following in itertools.pairwise(body):
+            if isinstance(statement, cst.SimpleStatementLine) and self._goes(statement):
+                lines = [*self._carried.get(id(statement), ()), *statement.leading_lines]
+                self._carried[id(following)] = lines
+
+    def _goes(self, statement: cst.SimpleStatementLine) -> bool:
+        edits = self._edits
+        if id(statement) in edits.before:
+            return False
+        return all(id(small) in edits.removed or edits.imports.get(id(small)) == [] for small in statement.body)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
+        if id(original_node) in self._carried and not self._is_going(original_node):
+            own = list(updated_node.leading_lines)
+            carried = self._carried[id(original_node)]
+            only_empty = all(line.comment is None for line in carried)
+            lines = (
+                max(carried, own, key=len) if only_empty and not any(line.comment for line in own) else carried + own
+            )
+            updated_node = updated_node.with_changes(leading_lines=lines)
         result = super().on_leave(original_node, updated_node)
         lines = self._edits.before.get(id(original_node))
         if not lines:
@@ -52,6 +82,9 @@ class Rewriter(cst.CSTTransformer):
         if not rest and hasattr(original, "trailing_whitespace"):
             new[-1] = new[-1].with_changes(trailing_whitespace=original.trailing_whitespace)
         return cst.FlattenSentinel([*new, *rest])
+
+    def _is_going(self, node: cst.CSTNode) -> bool:
+        return isinstance(node, cst.SimpleStatementLine) and self._goes(node)
 
     def _replaced(self, original: cst.CSTNode, updated: Any) -> Any:
         text = self._edits.texts.get(id(original))
