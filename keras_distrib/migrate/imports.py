@@ -101,13 +101,13 @@ class Imports:
         anchor = first[0] if first else start
         if anchor is None:
             return
-        needed = {text.split(".")[0] for text in self._edits.texts.values() if "." in text}
+        needed = {text.split(".")[0] for text in self._edits.texts.values() if not text.startswith(('"', "'"))}
         roots = [f"import {root}" for root in ROOTS if root in needed and not self._binds_at_top(root, tops)]
-        changes_keras = bool(roots) or any("keras" in str(new) for news in self._edits.imports.values() for new in news)
+        uses_keras = bool(needed) or any("keras" in str(new) for news in self._edits.imports.values() for new in news)
         for line in roots:
             self._report.add(self._script.line(anchor), line)
         self._edits.before.setdefault(id(anchor), []).extend(roots)
-        if changes_keras:
+        if uses_keras:
             keras = [top for statement, top, outside in tops if outside and _has_root(statement, _IMPORT_KERAS)]
             order = {id(statement): index for index, statement in enumerate(statements)}
             self._insert_backend(min([*keras, anchor], key=lambda statement: order[id(statement)]), tops)

@@ -52,12 +52,14 @@ class Methods:
             if reason is not None and argument.keyword is not None:
                 self._report.miss(line, f".{method}({argument.keyword.value}=)", reason)
 
-    def learning_rate(self, node: cst.Attribute) -> None:
-        """Keras 2's `optimizer.lr`."""
-        receiver = (dotted(node.value) or "").lower()
-        if node.attr.value == "lr" and receiver.endswith(("optimizer", "opt")):
-            self._edits.methods[id(node)] = "learning_rate"
-            self._report.change(self._script.line(node), ".lr", ".learning_rate")
+    def learning_rate(self, node: cst.BaseExpression) -> None:
+        """Keras 2's `optimizer.lr`, also within a longer name."""
+        while isinstance(node, cst.Attribute):
+            receiver = (dotted(node.value) or "").lower()
+            if node.attr.value == "lr" and receiver.endswith(("optimizer", "opt")):
+                self._edits.methods[id(node)] = "learning_rate"
+                self._report.change(self._script.line(node), ".lr", ".learning_rate")
+            node = node.value
 
     def keywords(self, reference: Reference, new: str, call: cst.Call) -> None:
         """Reports keyword arguments that the new class or function does not take."""

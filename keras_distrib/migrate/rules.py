@@ -163,11 +163,11 @@ _MATH = ("", "math.")
 _UNARY = """
     abs square sqrt exp sign negative round floor sin cos tan asin=arcsin acos=arccos atan=arctan sinh cosh tanh
     logical_not rsqrt log log1p expm1 ceil erf is_nan=isnan is_inf=isinf is_finite=isfinite asinh=arcsinh
-    acosh=arccosh atanh=arctanh reciprocal digamma real imag conj
+    acosh=arccosh atanh=arctanh reciprocal real imag conj
 """
 _BINARY = """
     equal not_equal less less_equal greater greater_equal logical_and logical_or logical_xor maximum minimum add
-    subtract multiply divide truediv=divide pow=power floordiv=floor_divide mod floormod=mod divide_no_nan atan2=arctan2
+    subtract multiply divide truediv=divide pow=power floordiv=floor_divide mod floormod=mod divide_no_nan
 """
 _REDUCE = """
     reduce_sum=sum reduce_mean=mean reduce_max=max reduce_min=min reduce_prod=prod reduce_any=any reduce_all=all
@@ -185,6 +185,7 @@ OPS: dict[str, Op] = _ops(
         ]
     )
     + """
+    atan2|math.atan2 -> keras.ops.arctan2: y:x1 x:x2 name~
     argmax|math.argmax -> keras.ops.argmax: input:x axis output_type! name~ with axis=0
     argmin|math.argmin -> keras.ops.argmin: input:x axis output_type! name~ with axis=0
     argsort -> keras.ops.argsort: values:x axis direction! stable! name~
@@ -206,7 +207,7 @@ OPS: dict[str, Op] = _ops(
     linalg.det -> keras.ops.det: input:x name~
     linalg.inv -> keras.ops.inv: input:x adjoint! name~
     linspace -> keras.ops.linspace: start stop num name~ axis
-    map_fn -> keras.ops.map: fn:f elems:xs dtype! parallel_iterations~ back_prop! swap_memory~ infer_shape! name~
+    map_fn -> keras.ops.map: fn:f elems:xs dtype! parallel_iterations~ back_prop! swap_memory~ infer_shape! name~ fn_output_signature!
     math.in_top_k|nn.in_top_k -> keras.ops.in_top_k: targets predictions k name~
     math.segment_sum -> keras.ops.segment_sum: data segment_ids name~
     math.top_k|nn.top_k -> keras.ops.top_k: input:x k sorted index_type! name~ with k=1
@@ -243,7 +244,7 @@ logits:output name~ with from_logits=True
     reshape -> keras.ops.reshape: tensor:x shape:newshape name~
     reverse -> keras.ops.flip: tensor:x axis name~
     roll -> keras.ops.roll: input:x shift axis name~
-    scatter_nd -> keras.ops.scatter: indices updates:values shape name~
+    scatter_nd -> keras.ops.scatter: indices updates:values shape bad_indices_policy! name~
     shape -> keras.ops.shape: input:x out_type! name~
     sigmoid|nn.sigmoid|math.sigmoid -> keras.ops.sigmoid: x name~
     size -> keras.ops.size: input:x out_type! name~
