@@ -163,7 +163,7 @@ _MATH = ("", "math.")
 _UNARY = """
     abs square sqrt exp sign negative round floor sin cos tan asin=arcsin acos=arccos atan=arctan sinh cosh tanh
     logical_not rsqrt log log1p expm1 ceil erf is_nan=isnan is_inf=isinf is_finite=isfinite asinh=arcsinh
-    acosh=arccosh atanh=arctanh reciprocal real imag conj
+    acosh=arccosh atanh=arctanh reciprocal conj
 """
 _BINARY = """
     equal not_equal less less_equal greater greater_equal logical_and logical_or logical_xor maximum minimum add
@@ -272,6 +272,8 @@ swap_memory~ maximum_iterations name~
     Variable -> keras.Variable: initial_value:initializer trainable validate_shape! caching_device! name \
 variable_def! dtype import_scope! constraint! synchronization aggregation shape! experimental_enable_variable_lifting!
     print -> print: * output_stream:file summarize~ sep end name~
+    real|math.real -> keras.ops.real: input:x name~
+    imag|math.imag -> keras.ops.imag: input:x name~
     range -> keras.ops.arange: start limit:stop delta:step dtype name~
     config.list_physical_devices|config.experimental.list_physical_devices -> \
 keras_distrib.config.list_physical_devices: device_type:kind
