@@ -46,6 +46,7 @@ LINES = [
         "r = s.reduce(keras_distrib.ReduceOp.SUM, v, axis=None)",
     ),
     ("s.experimental_run_v2(f, args=(x,))", "s.run(f, args=(x,))"),
+    ("metric.reset_states()", "metric.reset_state()"),
     # what has a counterpart of the same name
     ("a = tf.nn.compute_average_loss(x)", "a = keras_distrib.compute_average_loss(x)"),
     ("a = tf.nn.scale_regularization_loss(x)", "a = keras_distrib.scale_regularization_loss(x)"),
@@ -200,6 +201,11 @@ def test_what_has_no_counterpart_is_left_and_reported(line, name, reason):
         (
             "o.apply_gradients(g, experimental_aggregate_gradients=False)",
             ".apply_gradients(experimental_aggregate_gradients=)",
+        ),
+        ("v.read_value()", ".read_value: write"),
+        (
+            "c = tf.config.LogicalDeviceConfiguration(memory_limit=8)",
+            "tf.config.LogicalDeviceConfiguration(memory_limit=)",
         ),
         ("model.fit(x, workers=4)", ".fit(workers=)"),
         ("o = tf.keras.optimizers.SGD(0.1, decay=0.1)", "tf.keras.optimizers.SGD(decay=): pass a schedule"),

@@ -76,6 +76,7 @@ def functions_in_pipelines(module: cst.Module, names: Names) -> set[cst.Function
             scope = names.scopes.get(name)
             assignments = scope[name.value] if scope is not None else ()
             new += [a.node for a in assignments if isinstance(getattr(a, "node", None), cst.FunctionDef)]
-        waiting += [function for function in new if function not in found]
-        found.update(new)
+        unseen = set(new) - found
+        waiting += unseen
+        found |= unseen
     return found

@@ -207,7 +207,8 @@ OPS: dict[str, Op] = _ops(
     linalg.det -> keras.ops.det: input:x name~
     linalg.inv -> keras.ops.inv: input:x adjoint! name~
     linspace -> keras.ops.linspace: start stop num name~ axis
-    map_fn -> keras.ops.map: fn:f elems:xs dtype! parallel_iterations~ back_prop! swap_memory~ infer_shape! name~ fn_output_signature!
+    map_fn -> keras.ops.map: fn:f elems:xs dtype! parallel_iterations~ back_prop! swap_memory~ infer_shape! name~ \
+fn_output_signature!
     math.in_top_k|nn.in_top_k -> keras.ops.in_top_k: targets predictions k name~
     math.segment_sum -> keras.ops.segment_sum: data segment_ids name~
     math.top_k|nn.top_k -> keras.ops.top_k: input:x k sorted index_type! name~ with k=1
@@ -380,6 +381,7 @@ METHOD_RENAMES: dict[str, str] = {
     "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
     "experimental_make_numpy_dataset": "make_experimental_numpy_dataset",
     "experimental_run_v2": "run",
+    "reset_states": "reset_state",
 }
 METHOD_REASONS: dict[str, str] = {
     "as_list": "a shape is a tuple here: write `list(x.shape)`",
@@ -390,6 +392,7 @@ METHOD_REASONS: dict[str, str] = {
     "jacobian": "use `torch.func.jacrev`",
     "minimize": "compute gradients with `keras_distrib.GradientTape`, then call `apply_gradients`",
     "predict_generator": "call `predict`",
+    "read_value": "write `variable.value`, or `variable.numpy()`",
     "set_shape": "take it out: shapes are always known",
     "stop_recording": "use `torch.no_grad()`",
     "watched_variables": "torch does not list them: use the model's `trainable_variables`",

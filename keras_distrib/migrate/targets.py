@@ -94,15 +94,16 @@ def parameters(name: str) -> tuple[inspect.Parameter, ...] | None:
         except (TypeError, ValueError):
             return None
     collected: dict[str, inspect.Parameter] = {}
-    for cls in found.__mro__[:-1]:
-        if "__init__" not in vars(cls):
-            continue
+    owners = [cls for cls in found.__mro__[:-1] if "__init__" in vars(cls)]
+    if not owners:
+        return None
+    for cls in owners:
         own = list(inspect.signature(vars(cls)["__init__"]).parameters.values())[1:]
         for parameter in own:
             collected.setdefault(parameter.name, parameter)
         if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own):
             break
-    return tuple(collected.values()) or None
+    return tuple(collected.values())
 
 
 @functools.cache

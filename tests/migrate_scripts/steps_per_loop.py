@@ -31,7 +31,7 @@ def train_loop(iterator, steps_per_loop):
 
 iterator = iter(strategy.experimental_distribute_dataset(dataset))
 train_loop(iterator, tf.constant(STEPS_PER_LOOP))
-half = float(total.read_value()) if hasattr(total, "read_value") else float(total)
+half = float(total.numpy())
 
 
 @tf.function
@@ -47,6 +47,6 @@ while not ended:
     except tf.errors.OutOfRangeError:
         ended = True
 
-whole = float(total.read_value()) if hasattr(total, "read_value") else float(total)
+whole = float(total.numpy())
 tf.print("steps", steps)
 print(f"half {half:.0f} whole {whole:.0f} steps {steps} ended {ended}")
