@@ -156,8 +156,8 @@ class Names:
             return None
         meanings = list(dict.fromkeys(self._meanings(scope, first.value, text)))
         found = tuple(meaning for meaning in meanings if meaning is not None)
-        if not found:
-            return None
+        if not found or (len(meanings) > 1 and not any(meaning.by_import for meaning in found)):
+            return None  # a variable, to which several values are assigned
         tail = text[len(first.value) :]
         name = (found[0].full + tail).removeprefix(ROOT).removeprefix(".")
         return Reference(node, text, name, tail, found, is_sure=len(meanings) == 1)

@@ -2,6 +2,8 @@
 
 They are the arguments of `tf.data`'s functions and of a dataset's methods, and
 the functions of the script that are given to them, with those that these call.
+A script is read by itself: functions that another file gives to a pipeline are
+not known, and are moved as any others.
 """
 
 from __future__ import annotations
