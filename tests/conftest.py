@@ -16,6 +16,9 @@ import torch
 
 import keras_distrib as kd
 
+# Scripts for TensorFlow, which tests migrate.
+collect_ignore_glob = ["migrate_scripts/*"]
+
 
 def _package_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("keras_distrib")}
