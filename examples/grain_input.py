@@ -58,7 +58,7 @@ def main():
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(0.01), loss, metrics=["accuracy"])
-    model.fit(strategy.experimental_distribute_dataset(dataset), epochs=8, verbose=2)
+    model.fit(strategy.experimental_distribute_dataset(dataset), epochs=12, verbose=2)
     accuracy = model.evaluate(images[1500:], labels[1500:], batch_size=GLOBAL_BATCH_SIZE, verbose=0)[1]
     print(f"test accuracy on {strategy.num_replicas_in_sync} replicas: {accuracy:.3f}")
 

@@ -49,7 +49,7 @@ def nothing_left(request):
         environment = {**os.environ, **environment}
     assert dict(os.environ) == environment
     assert not multiprocessing.active_children(), "a process is still running"
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while _package_threads() - threads and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)  # a collection holds the interpreter, which the threads need to end

@@ -41,4 +41,4 @@ def test_distributed_input(tmp_path):
 
 def test_grain_input(tmp_path):
     out = run_example("grain_input.py", cwd=tmp_path)
-    assert float(re.search(r"test accuracy on 2 replicas: (\S+)", out)[1]) > 0.9
+    assert float(re.search(r"test accuracy on 2 replicas: (\S+)", out)[1]) > 0.85
