@@ -198,6 +198,49 @@ class TestFiles:
         source = make()
         assert one_replica(source, DATA, 0, 1) != one_replica(source, DATA, 0, 1)  # another pass, another order
 
+    def test_hugging_face_streams(self):
+        import datasets
+
+        def rows(start):
+            yield from ({"n": number} for number in range(start[0], start[0] + 2))
+
+        def read(starts):
+            for start in starts:
+                yield from rows([start])
+
+        stream = datasets.IterableDataset.from_generator(read, gen_kwargs={"starts": [0, 2, 4]})
+        source = as_source(stream, InputOptions(batch_size=2))
+
+        def numbers(policy, worker, workers):
+            steps = steps_of(source, policy, worker, workers)
+            return [number for s in steps for r in s.rows for number in s.batch["n"][r.start : r.stop].tolist()]
+
+        assert [numbers(FILE, worker, 2) for worker in range(2)] == [[0, 1, 4, 5], [2, 3]]
+        assert [numbers(DATA, worker, 2) for worker in range(2)] == [[0, 2, 4], [1, 3, 5]]
+        with pytest.raises(ValueError, match="fewer files than workers"):
+            numbers(FILE, 0, 4)
+
+    def test_lists_of_tar_files(self, tmp_path):
+        import io
+        import tarfile
+
+        for shard in range(3):
+            with tarfile.open(tmp_path / f"shard-{shard}.tar", "w") as tar:
+                for row in range(2):
+                    data = str(10 * shard + row).encode()
+                    entry = tarfile.TarInfo(f"{row}.txt")
+                    entry.size = len(data)
+                    tar.addfile(entry, io.BytesIO(data))
+
+        def read(path):
+            with tarfile.open(path) as tar:
+                for entry in tar:
+                    yield np.array([int(tar.extractfile(entry).read())])
+
+        source = from_files(str(tmp_path / "shard-{0..2}.tar"), read, batch_size=2)
+        assert one_replica(source, FILE, 0, 2) == [[0], [1], [20], [21]]
+        assert one_replica(source, FILE, 1, 2) == [[10], [11]]
+
     def test_options_reach_the_pipeline(self, two_files):
         class TwoWorkers(kd.MirroredStrategy):
             worker = 1

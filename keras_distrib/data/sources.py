@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from keras_distrib import keras_seam
-from keras_distrib.data.sharding import Rows
+from keras_distrib.data.sharding import Rows, shard_files
 from keras_distrib.options import AutoShardPolicy, InputOptions
 from keras_distrib.values import leaves, map_structure
 
@@ -231,6 +231,27 @@ class RowsSource(RandomAccessSource):
     def batch_rows(self, index: int, rows: Rows) -> Any:
         start = index * self._batch_size
         return self._read(start + rows.start, start + rows.stop)
+
+
+class HuggingFaceStream(Source):
+    """A streamed dataset of the package `datasets`, which is made of files."""
+
+    def __init__(self, dataset: Any, batch_size: int) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._dataset.with_format("numpy").iter(batch_size=self._batch_size)
+
+    def for_worker(self, worker: int, workers: int) -> Source:
+        """The files of one worker.
+
+        Raises:
+            ValueError: if there are fewer files than workers.
+        """
+        shard_files(range(self._dataset.num_shards), worker, workers)  # raises
+        own = self._dataset.shard(num_shards=workers, index=worker, contiguous=False)
+        return HuggingFaceStream(own, self._batch_size)
 
 
 class LabelledSource(Source):
@@ -508,20 +529,10 @@ def _torch_dataset(dataset: Any, options: InputOptions) -> Source:
 def _hugging_face(dataset: Any, options: InputOptions) -> Source:
     batch_size = _batch_size(dataset, options)
     if not hasattr(dataset, "__len__"):
-        return IterableSource(_Restarted(lambda: dataset.with_format("numpy").iter(batch_size=batch_size)))
+        return HuggingFaceStream(dataset, batch_size)
     if dataset.format["type"] not in ("numpy", "torch"):
         dataset = dataset.with_format("numpy")
     return RowsSource(len(dataset), batch_size, lambda start, stop: dataset[start:stop])
-
-
-class _Restarted:
-    """An iterable from a function that gives a new iterator."""
-
-    def __init__(self, function: Callable[[], Iterator[Any]]) -> None:
-        self._function = function
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._function()
 
 
 def _batch_size(dataset: Any, options: InputOptions) -> int:
