@@ -71,6 +71,17 @@ def test_collectives_and_their_gradients_on_a_shared_gpu():
     assert [float(v) for v in strategy.run(step).values] == [4.0, 20.0]
 
 
+def test_batches_that_are_read_ahead_arrive_whole():
+    """Copies run on a stream of their own; a step must wait for them."""
+    strategy = kd.MirroredStrategy(["gpu:0", "gpu:1"])
+    batches = [torch.full((2**22,), float(index)) for index in range(20)]
+    sums = []
+    for batch in strategy.experimental_distribute_dataset(batches):
+        assert all(value.is_cuda for value in batch.values)
+        sums.append(float(strategy.reduce("SUM", strategy.run(lambda x: x.mean(), args=(batch,)), axis=None)))
+    assert sums == [2.0 * index for index in range(20)]
+
+
 def test_batches_are_copied_from_pinned_memory():
     strategy = kd.MirroredStrategy(["gpu:0", "gpu:1"])
     parts, rows = split_batch(torch.arange(5), strategy.devices)
