@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import keras
@@ -239,7 +240,7 @@ class TestErrors:
         path = kd.Checkpoint(a=keras.Variable([5.0]), b=keras.Variable([1.0, 2.0])).write(tmp_path / "v")
         with two.scope():
             a, b = keras.Variable([0.0]), keras.Variable([0.0])
-        with pytest.raises(ValueError, match=r"does not fit '/b'.*\(2,\).*\(1,\)"):
+        with pytest.raises(ValueError, match=r"does not fit 'b'.*\(2,\).*\(1,\)"):
             kd.Checkpoint(a=a, b=b).restore(path)
         assert not a.numpy().any()
 
@@ -295,6 +296,33 @@ class TestErrors:
         assert float(checkpoint.v.numpy()) == 1.0
         assert [entry.name for entry in tmp_path.iterdir()] == ["v"]
 
+    def test_something_else_is_there(self, tmp_path):
+        (tmp_path / "v").write_text("mine")
+        with pytest.raises(FileExistsError, match="something else than a checkpoint"):
+            kd.Checkpoint(v=keras.Variable(1.0)).write(tmp_path / "v")
+        assert (tmp_path / "v").read_text() == "mine"
+
+    def test_threads_that_write_to_one_path(self, tmp_path):
+        checkpoints = [kd.Checkpoint(v=keras.Variable(np.full(1000, float(number)))) for number in range(3)]
+        errors = []
+
+        def write(checkpoint):
+            try:
+                for _ in range(3):
+                    checkpoint.write(tmp_path / "v")
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        threads = [threading.Thread(target=write, args=(checkpoint,)) for checkpoint in checkpoints]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        assert not errors
+        variable = keras.Variable(np.zeros(1000))
+        kd.Checkpoint(v=variable).restore(tmp_path / "v")
+        assert len(set(variable.numpy().tolist())) == 1
+
 
 class TestManager:
     def manager(self, directory, **options):
@@ -325,6 +353,17 @@ class TestManager:
         assert float(variable.numpy()) == 7.0
         assert again.save() == str(tmp_path / "ckpt-3")
         assert again.checkpoints == [str(tmp_path / f"ckpt-{number}") for number in (2, 3)]
+
+    @pytest.mark.parametrize("damage", [lambda index: index.write_text("{bad"), lambda index: index.unlink()])
+    def test_a_list_that_cannot_be_read(self, tmp_path, damage):
+        manager, _ = self.manager(tmp_path)
+        manager.save()
+        manager.save()
+        before = manager.checkpoints
+        damage(tmp_path / "checkpoint")
+        assert manager.checkpoints == before
+        manager.save()
+        assert [pathlib.Path(path).name for path in manager.checkpoints] == ["ckpt-2", "ckpt-3"]
 
     def test_initializes_without_one(self, tmp_path):
         calls = []

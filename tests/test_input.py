@@ -299,6 +299,33 @@ class TestIterating:
         assert dealt["a"].values[2].dtype is dtype
         assert dealt["b"][0].values[1].numpy().shape == (0,)
 
+    def test_arrays_of_any_layout(self, two, tmp_path):
+        expected = np.arange(12.0).reshape(4, 3)
+        expected.tofile(tmp_path / "rows")
+        layouts = [
+            expected.copy(order="F"),
+            expected[::-1][::-1],
+            expected.T.copy().T,
+            np.broadcast_to(expected, (1, 4, 3))[0],
+            np.memmap(tmp_path / "rows", dtype="float64", mode="r", shape=(4, 3)),
+            expected[::-1],
+        ]
+        for array in layouts:
+            dataset = two.experimental_distribute_dataset(array, InputOptions(batch_size=3))
+            rows = torch.cat([two.gather(batch, axis=0) for batch in dataset])
+            assert np.array_equal(rows.numpy(), array)
+
+    def test_sparse_batches(self, two):
+        batch = torch.eye(3).to_sparse()
+        split = next(iter(two.experimental_distribute_dataset([batch])))
+        assert split.values[0].is_sparse
+        assert [part.to_dense().tolist() for part in split.values] == [[[1, 0, 0], [0, 1, 0]], [[0, 0, 1]]]
+
+    def test_dates_are_refused(self, two):
+        dates = pd.Series(pd.date_range("2020", periods=3))
+        with pytest.raises(ValueError, match="no dtype for dates and times. Received: an array of dtype datetime64"):
+            list(two.experimental_distribute_dataset(dates, InputOptions(batch_size=2)))
+
     def test_what_torch_has_no_dtype_for(self, two):
         batch = next(
             iter(

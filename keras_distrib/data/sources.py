@@ -487,8 +487,16 @@ def to_rows(leaf: Any) -> Any:
     leaf = _array_of_frame(leaf)
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSU":
         return leaf
-    if isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.dtype.name in _SHARED_DTYPES:
-        return torch.from_numpy(leaf)
+    if isinstance(leaf, np.ndarray):
+        if leaf.dtype.kind in "mM":
+            raise ValueError(
+                f"torch has no dtype for dates and times. Received: an array of dtype {leaf.dtype}, of shape "
+                f'{leaf.shape}. Convert it to numbers: `array.astype("int64")`.'
+            )
+        if any(stride < 0 for stride in leaf.strides):  # which tensors cannot have
+            leaf = leaf.copy()
+        if leaf.flags.writeable and leaf.dtype.name in _SHARED_DTYPES:
+            return torch.from_numpy(leaf)
     if isinstance(leaf, np.ndarray | np.generic) or hasattr(leaf, "__array__"):
         with keras_seam.device("cpu"):
             return keras_seam.convert_to_tensor(leaf)

@@ -158,6 +158,9 @@ def cut(
             return PerReplica([leaf[piece.start : piece.stop] for piece in rows], counts)
         if not isinstance(leaf, torch.Tensor) or leaf.ndim == 0:
             return leaf
+        if leaf.is_sparse:
+            chosen = [leaf.index_select(0, torch.arange(piece.start, piece.stop, device=leaf.device)) for piece in rows]
+            return PerReplica([copy(part, device) for part, device in zip(chosen, devices, strict=True)], counts)
         own = [_own_version(part) for part in torch.split(leaf, [before, *counts, leaf.shape[0] - after])[1:-1]]
         return PerReplica([copy(part, device) for part, device in zip(own, devices, strict=True)], counts)
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,8 +29,25 @@ PARTIAL = ".partial"
 _OLD = ".old"
 
 
+_writing = threading.Lock()  # one checkpoint at a time: threads may write to one path
+
+
 def write(path: Path, entries: dict[str, Any]) -> None:
-    """Writes a checkpoint; what was at `path` stays until it is complete."""
+    """Writes a checkpoint; what was at `path` stays until it is complete.
+
+    Raises:
+        FileExistsError: if there is something else at the path.
+        OSError: if it cannot be written.
+    """
+    with _writing:
+        _write(path, entries)
+
+
+def _write(path: Path, entries: dict[str, Any]) -> None:
+    if path.exists() and not (path / ".metadata").is_file():
+        raise FileExistsError(
+            f"There is something else than a checkpoint at {path}. Received: path={str(path)!r}. Choose another path."
+        )
     partial = path.with_name(path.name + PARTIAL)
     old = path.with_name(path.name + _OLD)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,10 +59,12 @@ def write(path: Path, entries: dict[str, Any]) -> None:
         if path.exists():
             path.rename(old)
         partial.rename(path)
-    except BaseException:
+    except BaseException as error:
         if old.exists() and not path.exists():
             old.rename(path)
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, CheckpointException):  # torch's own, which is no `Exception`
+            raise OSError(f"The checkpoint cannot be written to {path}: {error}") from error
         raise
     shutil.rmtree(old, ignore_errors=True)
     _sync_directory(path.parent)
@@ -89,12 +109,16 @@ class Saved(NamedTuple):
 
 
 def read_index(directory: Path, filename: str = INDEX) -> list[Saved]:
-    """The checkpoints of a directory that are still there, the newest last."""
+    """The checkpoints of a directory that are still there, the newest last.
+
+    Without a list that can be read, what is there counts, by the time it was written.
+    """
     try:
         listed = json.loads((directory / filename).read_text())["checkpoints"]
         saved = [Saved(str(name), float(time)) for name, time in listed]
     except (OSError, ValueError, KeyError, TypeError):
-        return []
+        found = [Saved(entry.parent.name, entry.stat().st_mtime) for entry in directory.glob("*-*/.metadata")]
+        return sorted((entry for entry in found if not entry.name.endswith((PARTIAL, _OLD))), key=lambda e: e.time)
     return [entry for entry in saved if (directory / entry.name / ".metadata").is_file()]
 
 

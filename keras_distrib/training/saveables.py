@@ -53,7 +53,7 @@ class Part:
         shapes = [{name: _shape(value) for name, value in side.items()} for side in (own, entries)]
         if shapes[0] != shapes[1]:
             raise ValueError(
-                f"The checkpoint does not fit {self.path!r}, a {type(self.owner).__name__}. "
+                f"The checkpoint does not fit {self.path.removeprefix('/')!r}, a {type(self.owner).__name__}. "
                 f"Received: shapes in the checkpoint={shapes[1]}, shapes here={shapes[0]}. "
                 "Restore into objects that are made as those that were saved."
             )
