@@ -1,5 +1,6 @@
 """Distributed input: sources by calls, the end of the data, reading ahead, and bad input."""
 
+import functools
 import gc
 import itertools
 import threading
@@ -192,6 +193,16 @@ class TestSources:
         model = model_of(any_strategy)
         history = model.fit(ROWS[name](), batch_size=4, epochs=2, shuffle=False, verbose=0)
         assert_as_expected(model, expected, history)
+
+    def test_methods_and_partials_that_yield_batches(self, two, expected):
+        class Reader:
+            def batches(self, source):
+                yield from source
+
+        model = model_of(two)
+        model.fit(functools.partial(Reader().batches, BATCHES), verbose=0)
+        model.fit(two.experimental_distribute_dataset(lambda: Reader().batches(BATCHES)), verbose=0)
+        assert_as_expected(model, expected)
 
     def test_torch_datasets_are_shuffled_as_arrays_are(self, two):
         seen = []

@@ -8,12 +8,13 @@ arrays, DataLoaders, PyDatasets, generators, tf.data and grain stay with Keras.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import torch
 
 from keras_distrib import keras_seam
@@ -147,7 +148,7 @@ def _is_ours(x: Any) -> bool:
         return True
     if _has_rows(x):
         return True
-    return callable(x) and not isinstance(x, keras.utils.PyDataset | torch.Tensor) and type(x).__name__ == "function"
+    return inspect.isroutine(x) or isinstance(x, functools.partial)  # that yields batches
 
 
 def _has_rows(x: Any) -> bool:
