@@ -155,11 +155,10 @@ class TestSources:
     def test_in_fit_evaluate_and_predict(self, name, expected, files):
         strategy = strategy_of(3)
         model = model_of(strategy)
-        if name == "generator":  # Keras takes the first batch of one to build the model, and loses it
-            model.build((None, 4))
-            with pytest.warns(UserWarning, match="ran out of data"):
-                model.fit(SOURCES[name](files), shuffle=False, verbose=0)
-            assert int(model.optimizer.iterations.value) in (2, 3)
+        if name == "generator":  # one pass each
+            model.fit(SOURCES[name](files), shuffle=False, verbose=0)
+            model.fit(SOURCES[name](files), shuffle=False, verbose=0)
+            assert_as_expected(model, expected)
             return
         history = model.fit(SOURCES[name](files), epochs=2, shuffle=False, verbose=0)
         assert_as_expected(model, expected, history)
