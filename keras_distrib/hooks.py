@@ -36,6 +36,7 @@ def install() -> None:
             dropout_generator=_dropout_generator,
             layer_losses=_layer_losses,
             fold_seed=fold_replica_into,
+            captured_generator=_captured_generator,
             is_being_built=_is_being_built,
             in_replica=_in_replica,
             state_dict=_state_dict,
@@ -78,9 +79,19 @@ def _keep_attribute(layer: Any, name: str) -> None:
 
 def _dropout_generator(device: torch.device) -> torch.Generator | None:
     replica = context.running_replica()
-    if _state_of_several() is None or replica is None:
+    state = _state_of_several()
+    if state is None or replica is None:
         return None
+    if state.trace is not None:
+        return state.trace.generator_of_run(device)
     return replica.seeds.generator(device)
+
+
+def _captured_generator(seed: Any) -> torch.Generator | None:
+    state = current_state()
+    if state is None or state.trace is None:
+        return None
+    return state.trace.generator(seed, state.device.torch_device)
 
 
 def _state_of_several() -> ReplicaState | None:

@@ -161,6 +161,8 @@ class Hooks:
         layer_losses: the list that holds a layer's `add_loss` values in the
             calling replica, or None outside of one.
         fold_seed: `(seed)` to this replica's own seed.
+        captured_generator: `(seed)` to the generator that stands for one seeded so, in
+            a step that is being traced; None elsewhere.
         is_being_built: `(layer)` whether a replica is building the layer.
         in_replica: whether the calling thread runs a replica's step.
         state_dict: `(layer, state)` to what torch's `state_dict` is to give.
@@ -189,6 +191,7 @@ class Hooks:
     dropout_generator: Callable[[torch.device], torch.Generator | None]
     layer_losses: Callable[[Any], list[Any] | None]
     fold_seed: Callable[[Any], Any]
+    captured_generator: Callable[[Any], torch.Generator | None]
     is_being_built: Callable[[Any], bool]
     in_replica: Callable[[], bool]
     state_dict: Callable[[Any, dict[str, Any]], dict[str, Any]]
@@ -434,6 +437,9 @@ def _install_layers_with_state(hooks: Hooks) -> None:
     tracked = (Variable, torch.nn.Module, keras.metrics.Metric, keras.random.SeedGenerator)
 
     def setattr_(self: Any, name: str, value: Any) -> None:
+        if _setters and not isinstance(value, tracked) and not _set_by_keras():
+            for note in _setters:
+                note(self, name)
         kept = hooks.layer_attributes()
         if kept is None or isinstance(value, tracked) or _set_by_keras():
             original_setattr(self, name, value)
@@ -621,6 +627,15 @@ def _install_seeds(hooks: Hooks) -> None:
         with hooks.outside_strategies():
             return original_global()
 
+    # Random ops make a generator from a seed's value, which a traced step does not have.
+    original_generator = _random_module.torch_seed_generator
+
+    @functools.wraps(original_generator)
+    def torch_seed_generator(seed: Any) -> Any:
+        generator = hooks.captured_generator(seed)
+        return original_generator(seed) if generator is None else generator
+
+    _random_module.torch_seed_generator = torch_seed_generator
     _seed_module.SeedGenerator.next = next_seed
     _seed_module.global_seed_generator = global_seed_generator
 
@@ -752,6 +767,98 @@ def when_variables_exist(action: Callable[[], None]) -> None:
 def is_saveable(value: Any) -> bool:
     """Whether Keras saves the object's state: a layer, optimizer, metric or loss."""
     return isinstance(value, _KerasSaveable)
+
+
+_setters: list[Callable[[Any, str], None]] = []
+_readers: list[Callable[[Any, Any, str, Any], None]] = []
+_readers_lock = threading.Lock()
+_OBSERVED = (
+    _KerasSaveable,
+    keras.optimizers.schedules.LearningRateSchedule,
+    keras.regularizers.Regularizer,
+    keras.constraints.Constraint,
+)
+
+
+def is_observed(value: Any) -> bool:
+    """Whether `reading_attributes` tells what is read of an object."""
+    return isinstance(value, _OBSERVED)
+
+
+@contextlib.contextmanager
+def setting_attributes(note: Callable[[Any, str], None]) -> Iterator[None]:
+    """Calls `note(layer, name)` when code that is not Keras' sets an attribute of a layer."""
+    _setters.append(note)
+    try:
+        yield
+    finally:
+        _setters.remove(note)
+
+
+@contextlib.contextmanager
+def reading_attributes(note: Callable[[Any, Any, str, Any], None]) -> Iterator[None]:
+    """Calls `note(owner, mapping, name, value)` when an attribute of a Keras object is read.
+
+    `mapping` is where the object keeps it.
+    """
+    with _readers_lock:
+        _readers.append(note)
+        if len(_readers) == 1:
+            for cls in _OBSERVED:
+                cls.__getattribute__ = _noting_attribute
+    try:
+        yield
+    finally:
+        with _readers_lock:
+            _readers.remove(note)
+            if not _readers:
+                for cls in _OBSERVED:
+                    del cls.__getattribute__
+
+
+def _noting_attribute(self: Any, name: str) -> Any:
+    try:
+        value = object.__getattribute__(self, name)
+    except AttributeError:
+        own = object.__getattribute__(self, "__dict__")
+        for place in ("_modules", "_parameters", "_buffers"):  # where torch keeps some attributes
+            mapping = own.get(place)
+            if mapping is not None and name in mapping:
+                _tell(self, mapping, name, mapping[name])
+        raise
+    if not name.startswith("__"):
+        own = object.__getattribute__(self, "__dict__")
+        if name in own:
+            _tell(self, own, name, value)
+    return value
+
+
+def _tell(owner: Any, mapping: Any, name: str, value: Any) -> None:
+    for note in list(_readers):
+        note(owner, mapping, name, value)
+
+
+def settings() -> tuple[Any, ...]:
+    """Keras' settings that a captured step takes as constant."""
+    config = keras.config
+    policy = config.dtype_policy()
+    return config.floatx(), config.epsilon(), config.image_data_format(), policy.compute_dtype, policy.variable_dtype
+
+
+def is_plain_seed_generator(value: Any) -> bool:
+    """Whether it is a `SeedGenerator` that draws in Keras' own way."""
+    return type(value) is _seed_module.SeedGenerator
+
+
+def drawn(seed: Any) -> int:
+    """The 32 bits that Keras' next random op with this seed would seed its generator with."""
+    first, second = _seed_module.draw_seed(seed).tolist()
+    return (first + second) & 0xFFFFFFFF
+
+
+def is_library(module: str) -> bool:
+    """Whether a module is of Keras, of torch or of this package, by its name."""
+    return module.split(".")[0] in ("keras", "torch", "keras_distrib", "numpy", "optree", "tree", "contextlib", "functools")
 
 
 def is_seed_generator(value: Any) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from keras_distrib import context, keras_seam
+from keras_distrib.capture.boundaries import CannotCapture
 from keras_distrib.comm.collectives import reduce_lists
 from keras_distrib.options import ReduceOp
 from keras_distrib.replicas.runner import creation_key
@@ -172,7 +173,7 @@ class DistributedVariable(keras_seam.Variable):
         if not self._stays_local(state):
             self._write_aggregated("assign", value, self._assign_components)
             return
-        copy_into(self._own_component(state.index), value)
+        copy_into(state.writable(self, lambda: self._own_component(state.index)), value)
         if state.in_update:
             return
         if self.writes_are_equal or self.trainable:
@@ -180,9 +181,20 @@ class DistributedVariable(keras_seam.Variable):
             if state.averages_gradients:
                 state.written_alike[id(self)] = self
         else:
-            self._written.add(state.index)
-            if self.aggregation == "none":
-                state.written[id(self)] = self
+            self.note_written(state)
+
+    def note_written(self, state: ReplicaState) -> None:
+        """Notes that a replica's component is its own now."""
+        if self.writes_are_equal or self.trainable:
+            return
+        self._written.add(state.index)
+        if self.aggregation == "none":
+            state.written[id(self)] = self
+
+    def captured_component(self, index: int, written: bool) -> torch.Tensor:
+        """The tensor that a captured step of a replica reads, and writes if `written`."""
+        del written
+        return self._components[index]
 
     def read_across_replicas(self) -> torch.Tensor:
         """The one value that stands for all components."""
@@ -323,7 +335,7 @@ class DistributedVariable(keras_seam.Variable):
             write(aggregate(values, "only_first_replica" if self.writes_are_equal else self.aggregation))
             return [None] * len(values)
 
-        replica.meet(f"{name} of {self.path}", value.detach(), act)
+        replica.meet(f"{name} of {self.path}", value.detach(), act, like=lambda own: None)
 
     def __repr__(self) -> str:
         if not self._components:
@@ -420,6 +432,14 @@ class CentralVariable(DistributedVariable):
             self._copied_versions[state.index] = self._value._version
         return leaf
 
+    def captured_component(self, index: int, written: bool) -> torch.Tensor:
+        leaf = self._components[index]
+        if leaf.device != self._value.device:
+            raise CannotCapture("its variables are on another device than its replicas")
+        if written and self.aggregation == "none" and not self.writes_are_equal and not self.trainable:
+            return self._own_component(index)
+        return self._own.get(index, leaf)
+
     def _share_components(self) -> None:
         own = self._own
         self._components = self._place(self._value)
@@ -442,6 +462,8 @@ class CentralVariable(DistributedVariable):
         return tuple(components)
 
     def _stays_local(self, state: ReplicaState) -> bool:
+        if state.in_update:  # of a captured step, where one replica's update is that of all
+            return True
         if self.aggregation != "none" or self.writes_are_equal:
             return False
         if not self.trainable:
@@ -504,6 +526,9 @@ class BatchVariable(CentralVariable):
     There is one tensor; each replica reads and writes the rows that it has of the
     batch.
     """
+
+    def captured_component(self, index: int, written: bool) -> torch.Tensor:
+        raise CannotCapture("it has state for each row of the batch, as stateful RNNs do")
 
     def read_in_replica(self, state: ReplicaState) -> torch.Tensor:
         # A copy: the rows are written while what was computed from them is differentiated.
@@ -580,7 +605,11 @@ def new_variable(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if cls is not keras_seam.Variable:
         kind = type(cls.__name__, (kind, cls), {})
     replica = context.creating_replica()
-    if replica is None or replica.state is None or replica.num_active_replicas == 1:
+    if replica is None or replica.state is None:
+        return object.__new__(kind)
+    if replica.state.trace is not None:
+        raise CannotCapture("it creates variables")
+    if replica.num_active_replicas == 1:
         return object.__new__(kind)
     replica.wait_for_lower()
     key = creation_key()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,7 +127,10 @@ def _meet_reduce(replica: ReplicaContext, op: ReduceOp, name: str, tensors: Tens
             reduced = replica.strategy.cross_device_ops.all_reduce(op, lists)
             return [tuple(t.clone() for t in result) for result in reduced]
 
-    return replica.meet(f"{name}({op.name})", tuple(t.detach() for t in tensors), act)
+    def like(own: Tensors) -> Tensors:
+        return tuple(torch.empty_like(tensor, dtype=result_dtype(op, tensor.dtype)) for tensor in own)
+
+    return replica.meet(f"{name}({op.name})", tuple(t.detach() for t in tensors), act, like)
 
 
 def _reduce_gradients(replica: ReplicaContext, op: ReduceOp, name: str, gradients: Tensors) -> Tensors:
@@ -154,7 +157,8 @@ class _AllGather(torch.autograd.Function):
         def act(lists: list[Tensors]) -> list[tuple[Tensors, list[int]]]:
             return _gather_lists(lists, axis)
 
-        results, ctx.starts = replica.meet(f"all_gather(axis={axis})", tuple(t.detach() for t in tensors), act)
+        like = _gathered_like(replica, axis)
+        results, ctx.starts = replica.meet(f"all_gather(axis={axis})", tuple(t.detach() for t in tensors), act, like)
         ctx.lengths = [tensor.shape[axis] for tensor in tensors]
         return results
 
@@ -163,6 +167,24 @@ class _AllGather(torch.autograd.Function):
         summed = _reduce_gradients(ctx.replica, ReduceOp.SUM, "all_gather", gradients)
         parts = zip(summed, ctx.starts, ctx.lengths, strict=True)
         return None, None, *(grad.narrow(ctx.axis, start, length) for grad, start, length in parts)
+
+
+def _gathered_like(replica: ReplicaContext, axis: int) -> Callable[[Tensors], tuple[Tensors, list[int]]] | None:
+    """For a captured step: what a gather of equal parts gives; None where parts may differ."""
+    state = replica.run_state
+    if state.rows is None or state.rows * state.num_active != state.global_rows:
+        return None
+
+    def like(own: Tensors) -> tuple[Tensors, list[int]]:
+        lengths = [tensor.shape[axis] for tensor in own]
+        shapes = [[*t.shape[:axis], n * state.num_active, *t.shape[axis + 1 :]] for t, n in zip(own, lengths, strict=True)]
+        # Where a replica's part starts is a constant of its graph.
+        starts = [replica.participants.index(state.index) * length for length in lengths]
+        if state.trace is not None:
+            state.trace.uses_replica_id = True
+        return tuple(tensor.new_empty(shape) for tensor, shape in zip(own, shapes, strict=True)), starts
+
+    return like
 
 
 def _gather_lists(lists: Sequence[Tensors], axis: int) -> list[tuple[Tensors, list[int]]]:

@@ -51,6 +51,18 @@ def fold_replica_into(seed: torch.Tensor) -> torch.Tensor:
     return _as_seed(fold((first + second) & _MASK, state.replica_id), like=seed)
 
 
+def advance(state: torch.Tensor, replica_id: int) -> int:
+    """What a `SeedGenerator` with this state draws for a replica, as an integer; the state goes on.
+
+    Formula: Keras draws (seed, counter), adds 1 to the counter, and seeds with their sum.
+    """
+    first, second = state.tolist()
+    with torch.no_grad():
+        state[1].add_(1)
+    seed = (first + second) & _MASK
+    return seed if replica_id == 0 else fold(seed, replica_id)
+
+
 class GlobalDraws(TorchDispatchMode):
     """Notes whether what runs in it, in one thread, draws from torch's global generators."""
 

@@ -70,6 +70,8 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int:
+        if self._state is not None and self._state.trace is not None:
+            self._state.trace.uses_replica_id = True
         return self._replica_id
 
     @property
@@ -230,18 +232,40 @@ class ReplicaContext:
         self._require_current()
         return collectives.all_gather(self, value, axis)
 
-    def meet(self, name: str, value: Any, action: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """Meets the other replicas of this run; see `Meeting.meet`."""
+    def meet(
+        self,
+        name: str,
+        value: Any,
+        action: Callable[[list[Any]], Sequence[Any]],
+        like: Callable[[Any], Any] | None = None,
+        once: bool = False,
+    ) -> Any:
+        """Meets the other replicas of this run; see `Meeting.meet`.
+
+        While the step is traced, `like` gives new tensors like those that the meeting
+        will give for a value; without it the step cannot be captured. `once` says that
+        what follows, up to the next meeting, one replica does for all.
+        """
+        trace = self.run_state.trace
+        if trace is not None:
+            return trace.meet(name, value, action, like, once)
         return self.run.meeting.meet(self.run_state.index, name, value, action)
 
-    def meet_across(self, name: str, value: Any, action: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def meet_across(
+        self,
+        name: str,
+        value: Any,
+        action: Callable[[list[Any]], Sequence[Any]],
+        like: Callable[[Any], Any] | None = None,
+        once: bool = False,
+    ) -> Any:
         """Like `meet`; the action runs in cross-replica context."""
 
         def act(values: list[Any]) -> Sequence[Any]:
             with self._cross_replica():
                 return action(values)
 
-        return self.meet(name, value, act)
+        return self.meet(name, value, act, like, once)
 
     def wait_for_lower(self) -> None:
         """Waits for its turn to create something that all replicas share."""

@@ -40,7 +40,7 @@ class CallerState:
         self.grad_enabled = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = {kind: _autocast_of(kind) for kind in ("cpu", "cuda")}
-        self.threads = _threads_of_caller()
+        self.threads = threads_of_caller()
         self.creations: dict[int, dict[Any, list[Any]]] = {}
 
     @contextlib.contextmanager
@@ -86,58 +86,99 @@ def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def run(strategy: Strategy, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls `fn` on every local replica that has rows, and regroups the results.
+class Division:
+    """How the rows of one call's arguments are divided over the local replicas.
 
-    Raises:
-        BaseException: what a replica raised, with the replica's number in a note.
+    Attributes:
+        rows: rows by replica, None if there is no batch that a strategy split.
+        shared: the same where all batches in the arguments agree on it.
+        active: the replicas that run.
     """
-    counted = row_counts((list(args), kwargs))
-    count = strategy.num_local_replicas
-    # Of several batches a replica has rows if it has rows of any; shares are known
-    # where all agree.
-    rows = [max(own) for own in zip(*counted, strict=True)] if counted else None
-    shared = rows if len(counted) == 1 else None
-    active = [index for index in range(count) if rows is None or rows[index] > 0]
-    if not active:
-        return None
-    caller = CallerState()
-    meeting = Meeting(active)
-    jobs = {}
-    for index in active:
-        state = ReplicaState(
+
+    def __init__(self, strategy: Strategy, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        counted = row_counts((list(args), kwargs))
+        self._strategy = strategy
+        self._is_counted = bool(counted)
+        # Of several batches a replica has rows if it has rows of any; shares are known
+        # where all agree.
+        self.rows = [max(own) for own in zip(*counted, strict=True)] if counted else None
+        self.shared = self.rows if len(counted) == 1 else None
+        count = strategy.num_local_replicas
+        self.active = [index for index in range(count) if self.rows is None or self.rows[index] > 0]
+
+    def state(self, index: int) -> ReplicaState:
+        """A new state for a replica."""
+        shared, strategy = self.shared, self._strategy
+        return ReplicaState(
             strategy=strategy,
             index=index,
             replica_id=strategy.replica_id(index),
             device=strategy.devices[index],
-            num_active=len(active),
+            num_active=len(self.active),
             rows=None if shared is None else shared[index],
             global_rows=None if shared is None else sum(shared),
             first_row=None if shared is None else sum(shared[:index]),
-            is_counted=bool(counted),
+            is_counted=self._is_counted,
         )
+
+
+def run(
+    strategy: Strategy,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    observe: Callable[[ReplicaState], contextlib.AbstractContextManager[Any]] | None = None,
+) -> Any:
+    """Calls `fn` on every local replica that has rows, and regroups the results.
+
+    Args:
+        strategy: whose replicas.
+        fn: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        observe: makes a context manager in which the first replica calls it.
+
+    Raises:
+        BaseException: what a replica raised, with the replica's number in a note.
+    """
+    division = Division(strategy, args, kwargs)
+    if not division.active:
+        return None
+    caller = CallerState()
+    meeting = Meeting(division.active)
+    jobs = {}
+    for index in division.active:
+        state = division.state(index)
         replica = ReplicaContext(strategy, state.replica_id)
         replica.bind(state, Run(meeting, caller, ReplicaSeeds(caller.seeds, state.replica_id)))
-        call = _Call(fn, select(index, tuple(args)), select(index, kwargs))
-        jobs[index] = (replica, state, call)
-    if count == 1:
+        jobs[index] = (replica, state, _Call(fn, select(index, tuple(args)), select(index, kwargs)))
+    _, first, call = jobs[division.active[0]]
+    if observe is not None:
+        call.watch_with(observe(first))
+    if strategy.num_local_replicas == 1:
         replica, state, call = jobs[0]
         with caller.entered(replica, state, seeds=None):
             return detached(call())
     watched = strategy.generator_watch.modes(len(jobs))
     for mode, (_, _, call) in zip(watched or (), jobs.values(), strict=bool(watched)):
         call.watch_with(mode)
-    results = _run_in_threads(strategy, caller, meeting, jobs)
+    bodies = {index: _body(caller, *job) for index, job in jobs.items()}
+    results = run_in_threads(strategy, meeting, bodies, caller.threads)
     strategy.generator_watch.check(watched)
     caller.seeds.keep()
-    states = [state for _, state, _ in jobs.values()]
+    return finish(strategy, division, [state for _, state, _ in jobs.values()], results)
+
+
+def finish(strategy: Strategy, division: Division, states: list[ReplicaState], results: list[Any]) -> Any:
+    """What follows a step on several replicas: agreement on what they wrote, and one result."""
+    active, count = division.active, strategy.num_local_replicas
     merge_buffers(states)
     _keep_attributes(states[0])
     _check_written_alike(states)
     if len(active) < count:
         for variable in {key: variable for state in states for key, variable in state.written.items()}.values():
             variable.follow([state.index for state in states if id(variable) in state.written])
-    return detached(regroup(results, active, count, rows))
+    return detached(regroup(results, active, count, division.rows))
 
 
 def _keep_attributes(first: ReplicaState) -> None:
@@ -165,24 +206,39 @@ class _Call:
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._fn, self._args, self._kwargs = fn, args, kwargs
-        self._watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._watches: list[contextlib.AbstractContextManager[Any]] = []
 
     def watch_with(self, watch: contextlib.AbstractContextManager[Any]) -> None:
         """Makes the call in a context manager."""
-        self._watch = watch
+        self._watches.append(watch)
 
     def __call__(self) -> Any:
-        with self._watch:
+        with contextlib.ExitStack() as stack:
+            for watch in self._watches:
+                stack.enter_context(watch)
             return self._fn(*self._args, **self._kwargs)
 
 
-def _run_in_threads(strategy: Strategy, caller: CallerState, meeting: Meeting, jobs: dict[int, Any]) -> list[Any]:
-    outcomes = _Outcomes(list(jobs))
-    threads = max(1, caller.threads // len(jobs))
+def run_in_threads(
+    strategy: Strategy, meeting: Meeting, bodies: dict[int, Callable[[], Any]], threads: int
+) -> list[Any]:
+    """Runs one function for each replica in its thread, and gives their results in order.
+
+    Args:
+        strategy: whose threads.
+        meeting: where the replicas meet.
+        bodies: by replica what its thread calls.
+        threads: torch's threads of the caller, which the replicas share.
+
+    Raises:
+        BaseException: what the first replica that failed raised.
+    """
+    outcomes = _Outcomes(list(bodies))
+    share = max(1, threads // len(bodies))
     pool = strategy.pools.take()
     try:
-        for index, (replica, state, call) in jobs.items():
-            pool.submit(index, _job(caller, meeting, outcomes, replica, state, call, threads))
+        for index, body in bodies.items():
+            pool.submit(index, _job(meeting, outcomes, index, body, share))
         outcomes.wait(meeting)
     except BaseException as error:
         meeting.stop(error)
@@ -193,28 +249,46 @@ def _run_in_threads(strategy: Strategy, caller: CallerState, meeting: Meeting, j
     return outcomes.results()
 
 
-def _job(
-    caller: CallerState,
-    meeting: Meeting,
-    outcomes: _Outcomes,
-    replica: ReplicaContext,
-    state: ReplicaState,
-    call: _Call,
-    threads: int,
-) -> Callable[[], None]:
+def run_in_one_thread(strategy: Strategy, body: Callable[[], Any], threads: int) -> Any:
+    """Runs what acts for all replicas in the first one's thread, with its share of the cores."""
+    meeting = Meeting([0])
+    outcomes = _Outcomes([0])
+    pool = strategy.pools.take()
+    try:
+        pool.submit(0, _job(meeting, outcomes, 0, body, max(1, threads // strategy.num_local_replicas)))
+        outcomes.wait(meeting)
+    except BaseException:
+        pool.abandon()
+        raise
+    strategy.pools.give_back(pool)
+    for _, error in outcomes.errors():
+        raise error
+    return outcomes.results()[0]
+
+
+def _body(caller: CallerState, replica: ReplicaContext, state: ReplicaState, call: _Call) -> Callable[[], Any]:
     variables = caller.variables.copy()
 
+    def body() -> Any:
+        with caller.entered(replica, state, replica.seeds):
+            return variables.run(call)
+
+    return body
+
+
+def _job(
+    meeting: Meeting, outcomes: _Outcomes, index: int, body: Callable[[], Any], threads: int
+) -> Callable[[], None]:
     def job() -> None:
         result, error = None, None
         try:
             _set_threads(threads)
-            with caller.entered(replica, state, replica.seeds):
-                result = variables.run(call)
+            result = body()
         except BaseException as raised:  # noqa: BLE001 - handed to the caller, whatever it is
             error = raised
             meeting.stop(raised)
-        meeting.leave(state.index)
-        outcomes.put(state.index, result, error)
+        meeting.leave(index)
+        outcomes.put(index, result, error)
 
     return job
 
@@ -228,7 +302,7 @@ _intra_op_threads = _IntraOpThreads()
 _set_threads_lock = threading.Lock()
 
 
-def _threads_of_caller() -> int:
+def threads_of_caller() -> int:
     """How many threads torch takes for the calling thread's operations.
 
     A thread's first look fixes its number, so it must not fall into a change of the

@@ -10,7 +10,7 @@ comes here without knowing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from keras_distrib import context, keras_seam
 from keras_distrib.devices import Device
 
 if TYPE_CHECKING:
+    from keras_distrib.capture.trace import Trace
     from keras_distrib.strategy import Strategy
 
 
@@ -55,6 +56,8 @@ class ReplicaState(keras_seam.StatelessScope):
             its replica's own.
         set_attributes: the layers whose attributes the step has set, by layer and
             attribute.
+        trace: what notes the step while it is traced into a graph; None in eager steps.
+        touched: the variables that the step has read or written, where it is observed.
         written_alike: the trainable variables that the step has written itself.
         in_update: whether an optimizer is applying reduced gradients, so that
             writes stay on this replica.
@@ -99,12 +102,18 @@ class ReplicaState(keras_seam.StatelessScope):
         self._layer_attributes: dict[tuple[int, str], Any] = {}
         self.set_attributes: dict[tuple[int, str], Any] = {}
         self.written_alike: dict[int, Any] = {}
+        self.trace: Trace | None = None
+        self.touched: dict[int, Any] | None = None
 
     def get_current_value(self, variable: Any) -> torch.Tensor:
         """This replica's tensor of a variable."""
         value = self.state_mapping.get(id(variable))
         if value is not None:
             return value
+        if self.trace is not None:
+            self.trace.refuse(variable)
+        if self.touched is not None:
+            self.touched[id(variable)] = variable
         if hasattr(variable, "read_in_replica"):
             if variable.strategy is not self.strategy:
                 context.require_same_strategy(variable.strategy)
@@ -114,13 +123,31 @@ class ReplicaState(keras_seam.StatelessScope):
     def add_update(self, update: tuple[Any, torch.Tensor]) -> None:
         """Writes a variable's new value into this replica's tensor."""
         variable, value = update
-        mapped = self.state_mapping.get(id(variable))
-        if mapped is not None:
-            copy_into(mapped, value)
-        elif hasattr(variable, "write_in_replica"):
+        if self.touched is not None:
+            self.touched[id(variable)] = variable
+        if hasattr(variable, "write_in_replica"):
             variable.write_in_replica(self, value)
         else:
-            copy_into(variable._value, value)
+            copy_into(self.writable(variable, lambda: variable._value), value)
+
+    def writable(self, variable: Any, component: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The tensor that the replica writes alone: `component()`, or what stands for it in a graph."""
+        if self.trace is None:
+            return component()
+        if id(variable) not in self.state_mapping:
+            self.trace.refuse(variable)
+        self.trace.local_writes[id(variable)] = variable
+        return self.state_mapping[id(variable)]
+
+    def note_touched(self, variables: Iterable[Any]) -> None:
+        """Notes, in an observed step, variables that were touched for all replicas."""
+        if self.touched is not None:
+            self.touched.update((id(variable), variable) for variable in variables)
+
+    def note_write(self, variable: Any) -> None:
+        """Notes that a variable's component is the replica's own now."""
+        if hasattr(variable, "note_written"):
+            variable.note_written(self)
 
     def layer_losses(self, layer: Any) -> list[torch.Tensor]:
         """The `add_loss` values of one layer in this replica's step."""

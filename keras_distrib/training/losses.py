@@ -77,11 +77,9 @@ def reduce_weighted_values(values: Any, sample_weight: Any, mask: Any, reduction
         summed = reduction == "sum" and state.averages_gradients
         return keras_own() / state.share if summed else keras_own()
     values = ops.convert_to_tensor(values, dtype=dtype)
-    # In `fit` every replica takes the same losses, so that they can always meet; in a loop of
-    # one's own only where they must.
     by_rows = mask is None and (sample_weight is None or reduction != "mean_with_sample_weight")
     by_rows = by_rows and state.loss_is_builtin and values.shape[:1] == (state.rows,)
-    if values.ndim == 0 or not state.is_counted or (by_rows and not state.averages_gradients):
+    if values.ndim == 0 or not state.is_counted or by_rows:
         return keras_own() if state.averages_gradients else keras_own() * state.share
     part = _part_of_mean(replica, values, sample_weight, mask, reduction, dtype)
     return part / state.share if state.averages_gradients else part
@@ -120,7 +118,8 @@ def _add_up(replica: ReplicaContext, numbers: Sequence[Any], like: torch.Tensor)
         return reduce_lists(ReduceOp.SUM, lists)
 
     own = [n.detach().cpu() if isinstance(n, torch.Tensor) else torch.tensor(n, dtype=torch.float64) for n in numbers]
-    return [total.to(like.device, like.dtype) for total in replica.meet("the denominator of a loss", own, act)]
+    totals = replica.meet("the denominator of a loss", own, act, lambda mine: [torch.empty_like(n) for n in mine])
+    return [total.to(like.device, like.dtype) for total in totals]
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:

@@ -94,7 +94,7 @@ def _apply_everywhere(
                 accumulator.hold_sums()
         return sum_gradients(replica, contributions, variables or optimizer._trainable_variables)
 
-    summed = replica.meet_across(name, Contribution.of(replica.run_state, grads), act)
+    summed = replica.meet_across(name, Contribution.of(replica.run_state, grads), act, _sums_like)
     return _update(replica, original, summed, summed, variables)
 
 
@@ -176,6 +176,9 @@ def _apply_once(
 ) -> Any:
     """One replica's thread updates the variables that all of them share."""
 
+    if replica.run_state.trace is not None:
+        return _apply_once_in_graph(replica, name, optimizer, original, grads, variables)
+
     def act(contributions: list[Contribution]) -> list[Any]:
         _build(optimizer, variables)
         targets = variables or optimizer._trainable_variables
@@ -189,7 +192,28 @@ def _apply_once(
         finally:
             _for_all.entered = False
 
-    return replica.meet_across(name, Contribution.of(replica.run_state, grads), act)
+    result = replica.meet_across(name, Contribution.of(replica.run_state, grads), act)
+    replica.run_state.note_touched((*optimizer.variables, *(variables or optimizer._trainable_variables)))
+    return result
+
+
+def _apply_once_in_graph(
+    replica: ReplicaContext, name: str, optimizer: Any, original: Apply, grads: Gradients, variables: Any
+) -> None:
+    """The same in a graph: what lies between two meetings one replica does for all."""
+
+    def act(contributions: list[Contribution]) -> list[Gradients]:
+        return sum_gradients(replica, contributions, variables or optimizer._trainable_variables)
+
+    summed = replica.meet_across(name, Contribution.of(replica.run_state, grads), act, _sums_like, once=True)
+    with torch.no_grad(), replica.run_state.updating():
+        original(summed, variables)
+    replica.meet(f"end of {name}", None, lambda all_: [None] * len(all_), lambda own: None)
+
+
+def _sums_like(own: Contribution) -> Gradients:
+    """New tensors like the sums of a replica's gradients."""
+    return [None if grad is None else torch.empty_like(grad) for grad in own.gradients]
 
 
 class Contribution(NamedTuple):

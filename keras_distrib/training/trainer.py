@@ -20,6 +20,7 @@ import keras
 import torch
 
 from keras_distrib import context, keras_seam
+from keras_distrib.capture.steps import CapturedStep
 from keras_distrib.data.split import SplitBatch, count_rows, split_batch
 from keras_distrib.replicas.state import current_state
 from keras_distrib.strategy import Strategy
@@ -33,6 +34,7 @@ class DistributedTrainer(keras_seam.Trainer):
     """Keras' trainer, on the replicas of the strategy that the model belongs to."""
 
     _distribute_strategy: Strategy | None = None
+    _capture: Any = "auto"  # `jit_compile` as the user gave it
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,6 +42,7 @@ class DistributedTrainer(keras_seam.Trainer):
         # Not through Keras' attribute tracking, which has not begun yet.
         object.__setattr__(self, "_distribute_strategy", strategy)
         object.__setattr__(self, "_announcing", False)
+        object.__setattr__(self, "_capture", "auto")
 
     @property
     def distribute_strategy(self) -> Strategy:
@@ -151,6 +154,20 @@ class DistributedTrainer(keras_seam.Trainer):
                 state.averages_gradients = True
             return step(data)
 
+        replica_step._keras_distrib_name = f"A step of model {self.name!r}"  # type: ignore[attr-defined]
+        run: Callable[[Any], Any]
+        if self._capture and not self.run_eagerly:
+            captured = CapturedStep(strategy, replica_step)
+
+            def run(parts: Any) -> Any:
+                context.require_cross_replica(strategy)
+                return captured((parts,), {})
+
+        else:
+
+            def run(parts: Any) -> Any:
+                return strategy.run(replica_step, args=(parts,))
+
         def function(data: list[Any]) -> Any:
             results = []
             for batch in data:
@@ -160,7 +177,7 @@ class DistributedTrainer(keras_seam.Trainer):
                 if not rows and combine == self._joined_outputs:
                     results.append(step(select(0, parts)))  # nothing to run, but outputs have shapes
                 else:
-                    results.append(combine(strategy.run(replica_step, args=(parts,))))
+                    results.append(combine(run(parts)))
             if len(results) == 1 or combine == self._combined_logs:
                 return results[-1]
             return keras.tree.map_structure(lambda *parts: torch.cat(parts), *results)
@@ -289,6 +306,8 @@ def compile_model(model: Any, original: Callable[..., None], kwargs: dict[str, A
             ownership.refuse_model(model, context.get_strategy(), "compile")
         original(**kwargs)
         return
+    arguments = inspect.signature(original).bind(**kwargs).arguments
+    object.__setattr__(model, "_capture", arguments.get("jit_compile", "auto"))
     with strategy.scope():
         original(**kwargs)
         ownership.check_model(model, strategy)

@@ -1,0 +1,1 @@
+"""Steps that are traced once into a graph, and replayed."""

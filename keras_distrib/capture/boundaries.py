@@ -1,0 +1,116 @@
+"""Where a captured step meets the other replicas.
+
+While a step is traced nobody else is there: a meeting becomes a node of the
+graph, the custom operator `keras_distrib::boundary`, whose results have the shapes
+that the meeting will give. The graph is cut there into segments, and when the step
+is replayed the meeting takes place between two of them. What goes in and comes out
+is a structure of tensors; all else in it is a constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class CannotCapture(Exception):
+    """Says why a step cannot be replayed from a graph."""
+
+
+@dataclass
+class Boundary:
+    """One meeting of a captured step.
+
+    Attributes:
+        name: what the meeting is, the same on all replicas.
+        action: from all replicas' values to each one's result.
+        value: the structure that a replica brings.
+        constants: what it holds in the place of tensors' leaves, None for a tensor.
+        results: how many tensors are in what a replica takes away.
+        once: whether the segment after it acts for all replicas, and runs once.
+    """
+
+    name: str
+    action: Callable[[list[Any]], Sequence[Any]]
+    value: pytree.TreeSpec
+    constants: list[Any]
+    results: int
+    once: bool = False
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What a replica brings, from the tensors in it."""
+        rest = iter(tensors)
+        leaves = [next(rest) if constant is _TENSOR else constant for constant in self.constants]
+        return pytree.tree_unflatten(leaves, self.value)
+
+    def unpack(self, result: Any) -> list[torch.Tensor]:
+        """The tensors of what a replica takes away."""
+        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+_TENSOR = object()
+_results: list[list[torch.Tensor]] = []
+
+
+@torch.library.custom_op("keras_distrib::boundary", mutates_args=())
+def boundary_op(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    raise RuntimeError("A boundary is where a captured step is cut; it does not run by itself.")
+
+
+@boundary_op.register_fake
+def _boundary_results(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    del tensors, number
+    return _results[-1]
+
+
+OPERATOR = torch.ops.keras_distrib.boundary.default
+torch.fx.node.has_side_effect(OPERATOR)
+
+
+class Boundaries:
+    """The meetings of a step that is being traced."""
+
+    def __init__(self) -> None:
+        self.found: list[Boundary] = []
+
+    def meet(
+        self,
+        name: str,
+        value: Any,
+        action: Callable[[list[Any]], Sequence[Any]],
+        result: Callable[[Any], Any] | None,
+        once: bool = False,
+    ) -> Any:
+        """Notes a meeting, and gives tensors that stand for its result.
+
+        Args:
+            name: what the meeting is.
+            value: what the replica brings.
+            action: what the last replica to come does.
+            result: from the value to a structure of new tensors like the result's.
+            once: see `Boundary`.
+
+        Raises:
+            CannotCapture: if it is not known what the meeting gives.
+        """
+        if result is None:
+            raise CannotCapture(f"it takes part in {name}")
+        leaves, spec = pytree.tree_flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        constants = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with torch.no_grad(), torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing():
+            like = result(value)
+        shapes, result_spec = pytree.tree_flatten(like)
+        stand_ins = [leaf for leaf in shapes if isinstance(leaf, torch.Tensor)]
+        self.found.append(Boundary(name, action, spec, constants, len(stand_ins), once))
+        _results.append(stand_ins)
+        try:
+            made = iter(OPERATOR(tensors, len(self.found) - 1))
+        finally:
+            _results.pop()
+        filled = [next(made) if isinstance(leaf, torch.Tensor) else leaf for leaf in shapes]
+        return pytree.tree_unflatten(filled, result_spec)
