@@ -11,7 +11,7 @@ import torch
 from keras_distrib import context, keras_seam
 from keras_distrib.replicas.random_streams import fold_replica_into
 from keras_distrib.replicas.state import ReplicaState, current_state
-from keras_distrib.replicas.torch_modules import module_of
+from keras_distrib.replicas.torch_modules import call_in_graph, module_of
 from keras_distrib.training import inputs, losses, normalization, optimizer
 from keras_distrib.training.trainer import DistributedTrainer, compile_model, synchronize
 from keras_distrib.variables import DistributedVariable, new_variable
@@ -36,6 +36,7 @@ def install() -> None:
             dropout_generator=_dropout_generator,
             layer_losses=_layer_losses,
             fold_seed=fold_replica_into,
+            captured_cond=_captured_cond,
             captured_generator=_captured_generator,
             is_being_built=_is_being_built,
             in_replica=_in_replica,
@@ -58,6 +59,9 @@ def _scalar_weight() -> float | None:
 def _call_torch_module(
     wrapper: Any, original: Callable[[], Any], args: tuple[Any, ...], training: Any, kwargs: dict[str, Any]
 ) -> Any:
+    state = current_state()
+    if state is not None and state.trace is not None:
+        return call_in_graph(wrapper, state, args, training, kwargs)
     state = _state_of_several()
     module = None if state is None else module_of(wrapper, state)
     if module is None:
@@ -85,6 +89,13 @@ def _dropout_generator(device: torch.device) -> torch.Generator | None:
     if state.trace is not None:
         return state.trace.generator_of_run(device)
     return replica.seeds.generator(device)
+
+
+def _captured_cond(original: Callable[..., Any], pred: Any, true_fn: Callable[[], Any], false_fn: Any) -> Any:
+    state = current_state()
+    if state is None or state.trace is None or not isinstance(pred, torch.Tensor):
+        return original(pred, true_fn, false_fn)
+    return state.trace.cond(state.state_mapping.values(), pred, true_fn, false_fn)
 
 
 def _captured_generator(seed: Any) -> torch.Generator | None:

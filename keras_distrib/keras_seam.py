@@ -161,6 +161,7 @@ class Hooks:
         layer_losses: the list that holds a layer's `add_loss` values in the
             calling replica, or None outside of one.
         fold_seed: `(seed)` to this replica's own seed.
+        captured_cond: `(original, pred, true_fn, false_fn)` in place of `ops.cond`.
         captured_generator: `(seed)` to the generator that stands for one seeded so, in
             a step that is being traced; None elsewhere.
         is_being_built: `(layer)` whether a replica is building the layer.
@@ -191,6 +192,7 @@ class Hooks:
     dropout_generator: Callable[[torch.device], torch.Generator | None]
     layer_losses: Callable[[Any], list[Any] | None]
     fold_seed: Callable[[Any], Any]
+    captured_cond: Callable[..., Any]
     captured_generator: Callable[[Any], torch.Generator | None]
     is_being_built: Callable[[Any], bool]
     in_replica: Callable[[], bool]
@@ -635,6 +637,13 @@ def _install_seeds(hooks: Hooks) -> None:
         generator = hooks.captured_generator(seed)
         return original_generator(seed) if generator is None else generator
 
+    original_cond = _torch_core.cond
+
+    @functools.wraps(original_cond)
+    def cond(pred: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+        return hooks.captured_cond(original_cond, pred, true_fn, false_fn)
+
+    _torch_core.cond = cond
     _random_module.torch_seed_generator = torch_seed_generator
     _seed_module.SeedGenerator.next = next_seed
     _seed_module.global_seed_generator = global_seed_generator
@@ -740,6 +749,25 @@ def keep_seed_generator(generator: Any) -> None:
     _global_state.set_global_attribute(_seed_module.GLOBAL_SEED_GENERATOR, generator)
 
 
+@contextlib.contextmanager
+def passing_message(message: str) -> Iterator[None]:
+    """Shows a message at the end of a terminal's line while something lasts."""
+    if not sys.stdout.isatty():
+        yield
+        return
+    print_without_end(message)
+    try:
+        yield
+    finally:
+        back = "\b" * len(message)
+        print_without_end(f"{back}{' ' * len(message)}{back}")
+
+
+def print_without_end(message: str) -> None:
+    """Shows a message as `print_message` does, without an end of line."""
+    _io_utils.print_msg(message, line_break=False)
+
+
 def print_message(message: str) -> None:
     """Prints as Keras' progress bar does (to stdout or to the log)."""
     _io_utils.print_msg(message)
@@ -774,6 +802,7 @@ _readers: list[Callable[[Any, Any, str, Any], None]] = []
 _readers_lock = threading.Lock()
 _OBSERVED = (
     _KerasSaveable,
+    torch.nn.Module,
     keras.optimizers.schedules.LearningRateSchedule,
     keras.regularizers.Regularizer,
     keras.constraints.Constraint,
@@ -852,13 +881,17 @@ def is_plain_seed_generator(value: Any) -> bool:
 
 def drawn(seed: Any) -> int:
     """The 32 bits that Keras' next random op with this seed would seed its generator with."""
-    first, second = _seed_module.draw_seed(seed).tolist()
+    pair: Any = _seed_module.draw_seed(seed)
+    first, second = pair.tolist()
     return (first + second) & 0xFFFFFFFF
 
 
+_LIBRARIES = {"keras_distrib", "keras", "optree", "tree", "numpy", "ml_dtypes", "torch", "sympy", "mpmath"}
+
+
 def is_library(module: str) -> bool:
-    """Whether a module is of Keras, of torch or of this package, by its name."""
-    return module.split(".")[0] in ("keras", "torch", "keras_distrib", "numpy", "optree", "tree", "contextlib", "functools")
+    """Whether a module is of this package, of Keras, of torch, or of what these call, by its name."""
+    return module.split(".")[0] in _LIBRARIES
 
 
 def is_seed_generator(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Where a captured step meets the other replicas.
+"""Where a captured step leaves its graph: to meet the other replicas, or to run Python.
 
 While a step is traced nobody else is there: a meeting becomes a node of the
 graph, the custom operator `keras_distrib::boundary`, whose results have the shapes
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.node import has_side_effect
 from torch.utils import _pytree as pytree
 
 
@@ -23,40 +25,53 @@ class CannotCapture(Exception):
 
 @dataclass
 class Boundary:
-    """One meeting of a captured step.
+    """One place where a captured step leaves its graph.
 
     Attributes:
-        name: what the meeting is, the same on all replicas.
-        action: from all replicas' values to each one's result.
+        name: what happens there, the same on all replicas.
+        action: from all replicas' values to each one's result; where `is_call`, from
+            one replica's value to its result.
         value: the structure that a replica brings.
-        constants: what it holds in the place of tensors' leaves, None for a tensor.
+        constants: what it holds in the place of tensors' leaves, `TENSOR` for a tensor.
         results: how many tensors are in what a replica takes away.
         once: whether the segment after it acts for all replicas, and runs once.
+        early: whether it takes place as soon as what goes in is there.
+        is_call: whether each replica calls the action by itself, as eager code.
     """
 
     name: str
-    action: Callable[[list[Any]], Sequence[Any]]
+    action: Callable[[Any], Any]
     value: pytree.TreeSpec
     constants: list[Any]
     results: int
     once: bool = False
+    early: bool = False
+    is_call: bool = False
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What a replica brings, from the tensors in it."""
         rest = iter(tensors)
-        leaves = [next(rest) if constant is _TENSOR else constant for constant in self.constants]
+        leaves = [next(rest) if constant is TENSOR else constant for constant in self.constants]
         return pytree.tree_unflatten(leaves, self.value)
 
-    def unpack(self, result: Any) -> list[torch.Tensor]:
+    @staticmethod
+    def unpack(result: Any) -> list[torch.Tensor]:
         """The tensors of what a replica takes away."""
         return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What all replicas have to agree on."""
+        tensors = tuple(constant is TENSOR for constant in self.constants)
+        return self.name, self.value, tensors, self.results, self.once
 
-_TENSOR = object()
+
+TENSOR = object()
 _results: list[list[torch.Tensor]] = []
 
 
-@torch.library.custom_op("keras_distrib::boundary", mutates_args=())
+# Tagged as if it drew random numbers: tracing would run it at once on tensors whose values it knows.
+@torch.library.custom_op("keras_distrib::boundary", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def boundary_op(tensors: list[torch.Tensor], number: int) -> list[torch.Tensor]:
     raise RuntimeError("A boundary is where a captured step is cut; it does not run by itself.")
 
@@ -68,45 +83,45 @@ def _boundary_results(tensors: list[torch.Tensor], number: int) -> list[torch.Te
 
 
 OPERATOR = torch.ops.keras_distrib.boundary.default
-torch.fx.node.has_side_effect(OPERATOR)
+has_side_effect(OPERATOR)
 
 
 class Boundaries:
-    """The meetings of a step that is being traced."""
+    """The boundaries of a step that is being traced."""
 
     def __init__(self) -> None:
         self.found: list[Boundary] = []
 
-    def meet(
+    def add(
         self,
         name: str,
         value: Any,
-        action: Callable[[list[Any]], Sequence[Any]],
+        action: Callable[[Any], Any],
         result: Callable[[Any], Any] | None,
-        once: bool = False,
+        **kind: bool,
     ) -> Any:
-        """Notes a meeting, and gives tensors that stand for its result.
+        """Notes a boundary, and gives tensors that stand for its result.
 
         Args:
-            name: what the meeting is.
+            name: what happens there.
             value: what the replica brings.
-            action: what the last replica to come does.
+            action: what happens, see `Boundary`.
             result: from the value to a structure of new tensors like the result's.
-            once: see `Boundary`.
+            **kind: `once`, `early` and `is_call`, see `Boundary`.
 
         Raises:
-            CannotCapture: if it is not known what the meeting gives.
+            CannotCapture: if it is not known what comes out.
         """
         if result is None:
             raise CannotCapture(f"it takes part in {name}")
         leaves, spec = pytree.tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        constants = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        with torch.no_grad(), torch.fx.experimental.proxy_tensor.disable_proxy_modes_tracing():
+        constants = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        with torch.no_grad(), disable_proxy_modes_tracing():
             like = result(value)
         shapes, result_spec = pytree.tree_flatten(like)
         stand_ins = [leaf for leaf in shapes if isinstance(leaf, torch.Tensor)]
-        self.found.append(Boundary(name, action, spec, constants, len(stand_ins), once))
+        self.found.append(Boundary(name, action, spec, constants, len(stand_ins), **kind))
         _results.append(stand_ins)
         try:
             made = iter(OPERATOR(tensors, len(self.found) - 1))

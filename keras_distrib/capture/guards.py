@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from torch._subclasses.fake_tensor import FakeTensor
 
 from keras_distrib import keras_seam
 
@@ -30,6 +31,13 @@ _MOST_GUARDS = 200_000
 _DEPTH = 3
 _CALLS_WITH_EFFECTS = {"print": "prints", "input": "reads input", "open": "opens a file"}
 _MODULES_WITH_EFFECTS = {"time": "asks for the time", "posix": "calls the operating system", "_socket": "uses a socket"}
+_ENTERED_WITH_EFFECTS = {
+    "logging": "writes to a log",
+    "threading": "waits for another thread",
+    "queue": "uses a queue",
+    "subprocess": "starts a process",
+    "socket": "uses a socket",
+}
 
 
 class Guards:
@@ -55,7 +63,7 @@ class Guards:
     def hold(self) -> bool:
         """Whether all values are what they were."""
         for variable, trainable in self._variables:
-            if variable._trainable is not trainable:
+            if variable._trainable is not trainable or variable._value._backward_hooks:
                 return False
         missing = _MISSING
         for mapping, name, value in self._plain:
@@ -171,7 +179,7 @@ class Observer:
 
     def _note(self, mapping: Any, name: str, value: Any, owner: str, depth: int = 0) -> None:
         key = (id(mapping), name)
-        if key in self._places or len(self._places) >= _MOST_GUARDS:
+        if key in self._places or len(self._places) >= _MOST_GUARDS or isinstance(value, FakeTensor):
             return
         self._places[key] = (mapping, name, value, _snapshot(value), owner)
         self._note_object(value, depth)
@@ -219,9 +227,12 @@ class Observer:
 
     def _enter(self, frame: types.FrameType) -> None:
         module = frame.f_globals.get("__name__", "")
-        if module == "logging" and frame.f_back is not None and _is_users(frame.f_back.f_globals.get("__name__", "")):
-            self._effects.append("it writes to a log")
-        if not _is_users(module):
+        what = _ENTERED_WITH_EFFECTS.get(module)
+        if what is not None and frame.f_back is not None and _is_users(frame.f_back.f_globals.get("__name__", "")):
+            if not _is_aside(frame.f_back):
+                self._effects.append(f"it {what}")
+            return
+        if not _is_users(module) or _is_aside(frame):
             return
         code = frame.f_code
         for name in code.co_names:
@@ -263,10 +274,19 @@ class Observer:
         return found
 
 
+def _is_aside(frame: types.FrameType | None) -> bool:
+    """Whether a frame belongs to what handles a library's log messages or imports."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") in ("logging", "importlib._bootstrap"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _is_users(module: str) -> bool:
     return not keras_seam.is_library(module) and module.split(".")[0] not in sys.stdlib_module_names
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 - whatever the step's code uses
+    name, keys, *rest = np.random.get_state()
     return name, keys.tobytes(), *rest  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from keras_distrib import keras_seam
+from keras_distrib.capture.boundaries import Boundary
+from keras_distrib.capture.graph import Part
 from keras_distrib.capture.trace import Draw, Program, component_of, fill
+from keras_distrib.replicas.meeting import Meeting
 from keras_distrib.replicas.random_streams import ReplicaSeeds, advance
 from keras_distrib.replicas.state import ReplicaState
 
@@ -21,40 +25,49 @@ class ReplicaReplay:
         state: the replica's state.
         tensors: the tensors in the step's arguments.
         seeds: the replica's random streams; None where there is one replica.
+        entered: gives the context manager in which eager code of the replica runs.
     """
 
     def __init__(
-        self, program: Program, state: ReplicaState, tensors: Sequence[torch.Tensor], seeds: ReplicaSeeds | None
+        self,
+        program: Program,
+        state: ReplicaState,
+        tensors: Sequence[torch.Tensor],
+        seeds: ReplicaSeeds | None,
+        entered: Callable[[ReplicaState], AbstractContextManager[Any]],
     ) -> None:
         self.program = program
         self.state = state
+        self._entered = entered
         index = state.index
         written = {id(variable) for variable in program.local_writes}
         slots: list[Any] = [component_of(v, index, id(v) in written) for v in program.variables]
         slots += tensors
         slots += [self._generator(draw, seeds) for draw in program.draws]
         slots += [None] * (program.cut.size - len(slots))
+        for slot, constant in program.cut.constants.items():
+            slots[slot] = constant
         self.slots = slots
 
-    def run(self, number: int) -> None:
-        """Runs the segment of one part."""
-        self.program.cut.parts[number].segment.run(self.slots)
+    def bring(self, part: Part, boundary: Boundary) -> Any:
+        """What the replica brings to the boundary at the end of a part."""
+        return boundary.pack([self.slots[slot] for slot in part.brought])
 
-    def bring(self, number: int) -> Any:
-        """What the replica brings to the meeting at the end of a part."""
-        part = self.program.cut.parts[number]
-        return part.boundary.pack([self.slots[slot] for slot in part.brought])
-
-    def take(self, number: int, result: Any) -> None:
-        """Takes the replica's result of that meeting."""
-        part = self.program.cut.parts[number]
+    def take(self, part: Part, result: Any) -> None:
+        """Takes the replica's result of that boundary."""
         if part.taken:
-            for slot, tensor in zip(part.taken, part.boundary.unpack(result), strict=True):
+            for slot, tensor in zip(part.taken, Boundary.unpack(result), strict=True):
                 if slot >= 0:
                     self.slots[slot] = tensor
 
-    def free(self, number: int) -> None:
-        for slot in self.program.cut.parts[number].freed:
+    def call(self, part: Part, boundary: Boundary) -> None:
+        """Runs the eager code at the end of a part."""
+        self.state.averages_gradients = self.program.averages_gradients
+        with self._entered(self.state):
+            self.take(part, boundary.action(self.bring(part, boundary)))
+
+    def free(self, part: Part) -> None:
+        for slot in part.freed:
             self.slots[slot] = None
 
     def result(self) -> Any:
@@ -87,30 +100,43 @@ class ReplicaReplay:
 
 
 def in_turn(replays: Sequence[ReplicaReplay]) -> list[Any]:
-    """Runs all replicas in the calling thread, segment by segment."""
-    first = replays[0]
+    """Runs all replicas in the calling thread, segment by segment.
+
+    For programs without eager code, in which replicas may meet.
+    """
     with torch.no_grad():
-        for number, part in enumerate(first.program.cut.parts):
+        for number, part in enumerate(replays[0].program.cut.parts):
             for replay in replays[:1] if part.once else replays:
-                replay.run(number)
+                replay.program.cut.parts[number].segment.run(replay.slots)
             if part.boundary is not None:
-                results = part.boundary.action([replay.bring(number) for replay in replays])
-                for replay, result in zip(replays, results, strict=True):
-                    replay.take(number, result)
+                pairs = [(replay, *_part(replay, number)) for replay in replays]
+                results = part.boundary.action([replay.bring(own, boundary) for replay, own, boundary in pairs])
+                for (replay, own, _), result in zip(pairs, results, strict=True):
+                    replay.take(own, result)
             for replay in replays:
-                replay.free(number)
+                replay.free(replay.program.cut.parts[number])
     return [replay.result() for replay in replays]
 
 
-def in_thread(replay: ReplicaReplay, meeting: Any) -> Any:
+def _part(replay: ReplicaReplay, number: int) -> tuple[Part, Any]:
+    part = replay.program.cut.parts[number]
+    return part, part.boundary
+
+
+def in_thread(replay: ReplicaReplay, meeting: Meeting) -> Any:
     """Runs one replica in its own thread, and meets the others."""
     index = replay.state.index
     with torch.no_grad():
-        for number, part in enumerate(replay.program.cut.parts):
+        for part in replay.program.cut.parts:
             if not part.once or index == meeting.participants[0]:
-                replay.run(number)
-            if part.boundary is not None:
-                value = replay.bring(number)
-                replay.take(number, meeting.meet(index, part.boundary.name, value, part.boundary.action))
-            replay.free(number)
+                part.segment.run(replay.slots)
+            boundary = part.boundary
+            if boundary is None:
+                pass
+            elif boundary.is_call:
+                replay.call(part, boundary)
+            else:
+                result = meeting.meet(index, boundary.name, replay.bring(part, boundary), boundary.action)
+                replay.take(part, result)
+            replay.free(part)
     return replay.result()

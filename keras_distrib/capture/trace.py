@@ -9,18 +9,20 @@ inputs. Nothing that the step does outside of tensors is repeated by a replay, w
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 
 from keras_distrib import keras_seam
 from keras_distrib.capture.boundaries import Boundaries, CannotCapture
-from keras_distrib.capture.graph import Cut, check_constants, cut, generators_of, simplify
-from keras_distrib.replicas.state import ReplicaState
+from keras_distrib.capture.graph import Cut, check_constants, cut, generators_of, hoist_early, hoist_random, simplify
+from keras_distrib.replicas.state import ReplicaState, current_state
 from keras_distrib.values import leaves, map_structure, pack_like
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ tracing_lock = threading.RLock()
 
 class UnknownVariable(CannotCapture):
     """The step touches a variable that it did not touch when it was observed."""
+
+
+class NotInGraph(CannotCapture):
+    """A part of the step cannot be traced, and is to run as eager code between graphs."""
 
 
 @dataclass
@@ -56,10 +62,14 @@ class Trace(Boundaries):
         draws: the generators that it draws from, in the order of their seeding.
         local_writes: variables of which it writes its replica's own component.
         uses_replica_id: whether it asked which replica it is.
+
+    Args:
+        calls: the names of its parts that are eager code; tracing adds to them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: set[str] | None = None) -> None:
         super().__init__()
+        self.calls = set() if calls is None else calls
         self.draws: list[Draw] = []
         self.generators: list[torch.Generator] = []
         self.local_writes: dict[int, Any] = {}
@@ -68,6 +78,59 @@ class Trace(Boundaries):
     def refuse(self, variable: Any) -> None:
         """Raises: the step touches a variable that is no input of the graph."""
         raise UnknownVariable(f"it touches the variable {variable.path} only now and then")
+
+    def attempt(self, name: str, value: Any, fn: Callable[[Any], Any]) -> Any:
+        """Calls `fn(value)`, a part of the step that returns nothing, in the graph if it can be traced.
+
+        Raises:
+            NotInGraph: if it cannot; the next trace leaves it as eager code.
+        """
+        if name in self.calls:
+            return self.add(name, value, fn, lambda own: None, is_call=True)
+        try:
+            return fn(value)
+        except UnknownVariable:
+            raise
+        except Exception as error:
+            self.calls.add(name)
+            raise NotInGraph(f"{name} cannot be traced: {reason_of(error)}") from error
+
+    def cond(
+        self,
+        tensors: Iterable[torch.Tensor],
+        pred: torch.Tensor,
+        true_fn: Callable[[], Any],
+        false_fn: Callable[[], Any],
+    ) -> Any:
+        """Computes both branches, and selects by `pred`.
+
+        Args:
+            tensors: what stands for the step's variables.
+            pred: a boolean scalar.
+            true_fn: one branch; gives a structure of tensors.
+            false_fn: the other.
+
+        Raises:
+            CannotCapture: if a branch does more than compute, or they give different things.
+        """
+        variables = list(tensors)
+
+        def effects() -> list[int]:
+            done = [len(self.draws), len(self.found), len(self.local_writes)]
+            return done + [tensor._version for tensor in variables]
+
+        before = effects()
+        results = [true_fn(), false_fn()]
+        if effects() != before:
+            raise CannotCapture("a branch of `cond` writes variables, draws random numbers or meets other replicas")
+        (ours, spec), (theirs, other) = (pytree.tree_flatten(result) for result in results)
+        if spec != other or not all(_can_select(*pair) for pair in zip(ours, theirs, strict=True)):
+            raise CannotCapture("the branches of `cond` give different things, or are differentiated")
+        selected = [
+            torch.where(pred, own, their) if isinstance(own, torch.Tensor) else own
+            for own, their in zip(ours, theirs, strict=True)
+        ]
+        return pytree.tree_unflatten(selected, spec)
 
     def generator(self, seed: Any, device: torch.device) -> torch.Generator:
         """The generator that stands for one seeded anew with `seed` at each step."""
@@ -88,6 +151,23 @@ class Trace(Boundaries):
         return self.generators[-1]
 
 
+def _can_select(own: Any, other: Any) -> bool:
+    """Whether `torch.where` gives exactly one of two results."""
+    if not isinstance(own, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(own) is type(other) and own == other
+    is_plain = not own.requires_grad and not other.requires_grad
+    return is_plain and (own.dtype, own.shape, own.device) == (other.dtype, other.shape, other.device)
+
+
+def in_graph_or_eager(name: str, value: Any, fn: Callable[[Any], None]) -> None:
+    """Calls `fn(value)`, a part of a step; where a captured step cannot trace it, it is eager code in it."""
+    state = current_state()
+    if state is None or state.trace is None:
+        fn(value)
+    else:
+        state.trace.attempt(name, value, fn)
+
+
 @dataclass
 class Program:
     """A step as a graph, for every replica that has as many rows.
@@ -101,6 +181,7 @@ class Program:
         replica: the one replica that it is for, or None.
         result: the structure that the step returns, with positions for tensors.
         metrics: the metrics whose results are returned, by position.
+        averages_gradients: see `ReplicaState`; for what is eager code.
     """
 
     cut: Cut
@@ -111,10 +192,17 @@ class Program:
     replica: int | None
     result: Any
     metrics: dict[int, Any] = field(default_factory=dict)
+    averages_gradients: bool = False
 
     @property
-    def meetings(self) -> list[str]:
-        return [part.boundary.name for part in self.cut.parts if part.boundary is not None]
+    def meetings(self) -> tuple[Any, ...]:
+        """What all replicas have to agree on."""
+        return tuple(part.boundary.kind for part in self.cut.parts if part.boundary is not None)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether parts of it are eager code."""
+        return any(part.boundary is not None and part.boundary.is_call for part in self.cut.parts)
 
 
 class _Position:
@@ -131,6 +219,8 @@ def trace(
     args: Any,
     kwargs: Any,
     variables: Sequence[Any],
+    calls: set[str] | None = None,
+    for_compiler: bool = False,
 ) -> Program:
     """Traces a step of one replica.
 
@@ -142,6 +232,8 @@ def trace(
             graph, all else is constant.
         kwargs: its keyword arguments, likewise.
         variables: the variables that it touches.
+        calls: see `Trace`.
+        for_compiler: whether segments are to be compiled.
 
     Returns:
         A `Program`.
@@ -149,7 +241,7 @@ def trace(
     Raises:
         CannotCapture: if the step cannot be replayed.
     """
-    notes = state.trace = Trace()
+    notes = state.trace = Trace(calls)
     given = list(leaves((args, kwargs)))
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     components = [component_of(variable, state.index, written=False) for variable in variables]
@@ -179,7 +271,7 @@ def trace(
     with tracing_lock:
         try:
             module = make_fx(body, tracing_mode="fake", _allow_non_fake_inputs=True)(*components, *tensors)
-        except CannotCapture:
+        except (UnknownVariable, NotInGraph):
             raise
         except Exception as error:
             raise CannotCapture(reason_of(error)) from error
@@ -189,9 +281,11 @@ def trace(
         simplify(module.graph)
         check_constants(module)
         _make_inputs(module, notes.generators)
-        module.recompile()
+        hoist_early(module.graph, notes.found)
+        if for_compiler:
+            hoist_random(module.graph)
         return Program(
-            cut(module, notes.found),
+            cut(module, notes.found, for_compiler),
             list(variables),
             notes.draws,
             list(notes.local_writes.values()),
@@ -199,6 +293,7 @@ def trace(
             state.index if notes.uses_replica_id else None,
             found["result"],
             found.get("metrics", {}),
+            state.averages_gradients,
         )
 
 
@@ -221,21 +316,29 @@ def _make_inputs(module: Any, generators: Sequence[torch.Generator]) -> None:
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     by_generator: dict[int, list[Any]] = {}
-    for node in generators_of(module):
-        by_generator.setdefault(getattr(module, node.target)._cdata, []).append(node)
+    for node, generator in generators_of(module):
+        by_generator.setdefault(_identity(generator), []).append(node)
     for number, generator in enumerate(generators):
         with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
             placeholder = graph.placeholder(f"generator_{number}")
+        placeholder.meta["generator"] = True
         last = [placeholder]
-        for node in by_generator.get(generator._cdata, ()):
+        for node in by_generator.get(_identity(generator), ()):
             node.replace_all_uses_with(placeholder)
             graph.erase_node(node)
 
 
+def _identity(generator: Any) -> int:
+    """The same for all Python objects of one generator."""
+    return generator._cdata
+
+
 def reason_of(error: BaseException) -> str:
     """In words for users why a step could not be traced."""
-    text = str(error)
+    text = _message_of(error)
     name = type(error).__name__
+    if isinstance(error, CannotCapture):
+        return text
     if "DataDependent" in name or "_local_scalar_dense" in text or "data-dependent" in text.lower():
         what = "it uses the value of a tensor in Python, as `.item()`, `float(...)`, `if` and `.numpy()` do"
     elif "Can't call numpy() on Tensor" in text or "numpy" in text.lower():
@@ -243,6 +346,14 @@ def reason_of(error: BaseException) -> str:
     else:
         what = f"tracing raised {name}: {text.strip().splitlines()[0] if text.strip() else ''}"[:300]
     return f"{what}{_place_of(error)}"
+
+
+def _message_of(error: BaseException) -> str:
+    """What an error says, without what Keras says around it."""
+    text = str(error)
+    while (inner := re.search("\x1b\\[1m(.*)\x1b\\[0m", text, re.DOTALL)) is not None:
+        text = inner.group(1)
+    return text.strip()
 
 
 def _place_of(error: BaseException) -> str:

@@ -177,7 +177,9 @@ def _gathered_like(replica: ReplicaContext, axis: int) -> Callable[[Tensors], tu
 
     def like(own: Tensors) -> tuple[Tensors, list[int]]:
         lengths = [tensor.shape[axis] for tensor in own]
-        shapes = [[*t.shape[:axis], n * state.num_active, *t.shape[axis + 1 :]] for t, n in zip(own, lengths, strict=True)]
+        shapes = [
+            [*t.shape[:axis], n * state.num_active, *t.shape[axis + 1 :]] for t, n in zip(own, lengths, strict=True)
+        ]
         # Where a replica's part starts is a constant of its graph.
         starts = [replica.participants.index(state.index) * length for length in lengths]
         if state.trace is not None:

@@ -238,17 +238,17 @@ class ReplicaContext:
         value: Any,
         action: Callable[[list[Any]], Sequence[Any]],
         like: Callable[[Any], Any] | None = None,
-        once: bool = False,
+        **kind: bool,
     ) -> Any:
         """Meets the other replicas of this run; see `Meeting.meet`.
 
         While the step is traced, `like` gives new tensors like those that the meeting
-        will give for a value; without it the step cannot be captured. `once` says that
-        what follows, up to the next meeting, one replica does for all.
+        will give for a value; without it the step cannot be captured. `kind` is what
+        else a `Boundary` says of it: `once`, `early`.
         """
         trace = self.run_state.trace
         if trace is not None:
-            return trace.meet(name, value, action, like, once)
+            return trace.add(name, value, action, like, **kind)
         return self.run.meeting.meet(self.run_state.index, name, value, action)
 
     def meet_across(
@@ -257,7 +257,7 @@ class ReplicaContext:
         value: Any,
         action: Callable[[list[Any]], Sequence[Any]],
         like: Callable[[Any], Any] | None = None,
-        once: bool = False,
+        **kind: bool,
     ) -> Any:
         """Like `meet`; the action runs in cross-replica context."""
 
@@ -265,7 +265,7 @@ class ReplicaContext:
             with self._cross_replica():
                 return action(values)
 
-        return self.meet(name, value, act, like, once)
+        return self.meet(name, value, act, like, **kind)
 
     def wait_for_lower(self) -> None:
         """Waits for its turn to create something that all replicas share."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from keras_distrib.capture.boundaries import CannotCapture
 from keras_distrib.replicas.state import ReplicaState, copy_into
 
 _COPIES = "_keras_distrib_copies"
@@ -43,6 +44,29 @@ def module_of(wrapper: Any, state: ReplicaState) -> torch.nn.Module | None:
             for variable in variables:  # parameters that were frozen since
                 variable.read_in_replica(state).requires_grad_(variable._value.requires_grad)
     return module
+
+
+def call_in_graph(
+    wrapper: Any, state: ReplicaState, args: tuple[Any, ...], training: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Calls a wrapped module in a step that is being traced."""
+    module = wrapper.module
+    if any(True for _ in module.buffers()):
+        raise CannotCapture(f"the torch module {type(module).__name__} has buffers")
+    by_parameter = {id(variable._value): variable for variable in wrapper.variables}
+    tensors = {}
+    for name, parameter in module.named_parameters():
+        variable = by_parameter.get(id(parameter))
+        if variable is None:
+            raise CannotCapture(f"a parameter of the torch module {type(module).__name__} is no Keras variable")
+        tensors[name] = state.get_current_value(variable)
+    with _lock:
+        was_training = module.training
+        module.train(training is not False)
+        try:
+            return torch.func.functional_call(module, tensors, args, kwargs)
+        finally:
+            module.train(was_training)
 
 
 def merge_buffers(states: Sequence[ReplicaState]) -> None:

@@ -26,6 +26,8 @@ class _Entered(threading.local):
     entered = False
 
 
+BUCKET_BYTES = 25 << 20  # of gradients that a captured step reduces together, as soon as they are there
+
 _for_all = _Entered()  # applying gradients for all replicas at once
 _skipping = _Entered()  # `skip_gradients_aggregation`
 
@@ -70,8 +72,30 @@ def apply(optimizer: Any, original: Apply, grads: Sequence[Any], variables: Sequ
         return original(grads, variables)
     variables = None if variables is None else list(variables)
     _require_own_variables(optimizer, variables, replica.strategy)
-    name = f"{optimizer.name}.apply"
     grads = list(grads)
+    trace = replica.state.trace
+    if trace is None:
+        return _apply_in_replica(replica, optimizer, original, grads, variables)
+    skips = _skipping.entered
+
+    def run(grads: Gradients) -> None:  # traced, or as eager code at each replay
+        running = context.running_replica()
+        if running is not None:
+            with skip_gradients_aggregation() if skips else contextlib.nullcontext():
+                _apply_in_replica(running, optimizer, original, grads, variables)
+
+    return trace.attempt(name_of(optimizer), grads, run)
+
+
+def name_of(optimizer: Any) -> str:
+    """What a meeting to apply an optimizer's gradients is called."""
+    return f"{optimizer.name}.apply"
+
+
+def _apply_in_replica(
+    replica: ReplicaContext, optimizer: Any, original: Apply, grads: Gradients, variables: Any
+) -> Any:
+    name = name_of(optimizer)
     if _skipping.entered:
         return _apply_own(replica, original, grads, variables)
     if replica.strategy.updates_once:
@@ -85,6 +109,9 @@ def _apply_everywhere(
     replica: ReplicaContext, name: str, optimizer: Any, original: Apply, grads: Gradients, variables: Any
 ) -> Any:
     """Every replica updates its own components with the same summed gradients."""
+    if replica.run_state.trace is not None:
+        summed = _sum_in_graph(replica, name, grads, variables or optimizer._trainable_variables)
+        return _update(replica, original, summed, summed, variables)
 
     def act(contributions: list[Contribution]) -> list[Gradients]:
         _build(optimizer, variables)
@@ -94,8 +121,52 @@ def _apply_everywhere(
                 accumulator.hold_sums()
         return sum_gradients(replica, contributions, variables or optimizer._trainable_variables)
 
-    summed = replica.meet_across(name, Contribution.of(replica.run_state, grads), act, _sums_like)
+    summed = replica.meet_across(name, Contribution.of(replica.run_state, grads), act)
     return _update(replica, original, summed, summed, variables)
+
+
+def _sum_in_graph(replica: ReplicaContext, name: str, grads: Gradients, variables: Sequence[Any]) -> Gradients:
+    """Sums gradients bucket by bucket, each where backward has computed the last of it."""
+    summed: Gradients = [None] * len(grads)
+    for number, bucket in enumerate(buckets(grads)):
+        targets = [variables[position] for position in bucket]
+
+        def act(contributions: list[Contribution], targets: Sequence[Any] = targets) -> list[Gradients]:
+            return sum_gradients(replica, contributions, targets)
+
+        own = Contribution.of(replica.run_state, [grads[position] for position in bucket])
+        results = replica.meet_across(f"{name}, bucket {number}", own, act, _sums_like, early=True)
+        for position, total in zip(bucket, results, strict=True):
+            summed[position] = total
+    return summed
+
+
+def buckets(grads: Gradients, most_bytes: int | None = None) -> list[list[int]]:
+    """Positions of gradients that are reduced together, the last ones, which backward gives first, before the others.
+
+    Args:
+        grads: the gradients, in the order of the variables.
+        most_bytes: of a bucket with several; `BUCKET_BYTES` if None.
+
+    Example:
+
+    >>> import torch
+    >>> from keras_distrib.training.optimizer import buckets
+    >>> buckets([torch.ones(2), torch.ones(1), torch.ones(1)], most_bytes=8)
+    [[2, 1], [0]]
+    """
+    most = BUCKET_BYTES if most_bytes is None else most_bytes
+    found: list[list[int]] = [[]]
+    held = 0
+    for position in reversed(range(len(grads))):
+        grad = grads[position]
+        size = 0 if grad is None else grad.numel() * grad.element_size()
+        if found[-1] and held + size > most:
+            found.append([])
+            held = 0
+        found[-1].append(position)
+        held += size
+    return found
 
 
 def _accumulate(
@@ -202,10 +273,8 @@ def _apply_once_in_graph(
 ) -> None:
     """The same in a graph: what lies between two meetings one replica does for all."""
 
-    def act(contributions: list[Contribution]) -> list[Gradients]:
-        return sum_gradients(replica, contributions, variables or optimizer._trainable_variables)
-
-    summed = replica.meet_across(name, Contribution.of(replica.run_state, grads), act, _sums_like, once=True)
+    summed = _sum_in_graph(replica, name, grads, variables or optimizer._trainable_variables)
+    replica.meet(f"start of {name}", None, lambda all_: [None] * len(all_), lambda own: None, once=True)
     with torch.no_grad(), replica.run_state.updating():
         original(summed, variables)
     replica.meet(f"end of {name}", None, lambda all_: [None] * len(all_), lambda own: None)

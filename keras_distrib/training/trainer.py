@@ -21,6 +21,7 @@ import torch
 
 from keras_distrib import context, keras_seam
 from keras_distrib.capture.steps import CapturedStep
+from keras_distrib.capture.trace import in_graph_or_eager
 from keras_distrib.data.split import SplitBatch, count_rows, split_batch
 from keras_distrib.replicas.state import current_state
 from keras_distrib.strategy import Strategy
@@ -35,6 +36,8 @@ class DistributedTrainer(keras_seam.Trainer):
 
     _distribute_strategy: Strategy | None = None
     _capture: Any = "auto"  # `jit_compile` as the user gave it
+    _announcing = False
+    _shows_progress = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,6 +45,7 @@ class DistributedTrainer(keras_seam.Trainer):
         # Not through Keras' attribute tracking, which has not begun yet.
         object.__setattr__(self, "_distribute_strategy", strategy)
         object.__setattr__(self, "_announcing", False)
+        object.__setattr__(self, "_shows_progress", False)
         object.__setattr__(self, "_capture", "auto")
 
     @property
@@ -137,11 +141,15 @@ class DistributedTrainer(keras_seam.Trainer):
     def _without_logs(self, step: Callable[[Any], tuple[Any, Any, Any, Any]]) -> Callable[[Any], None]:
         """A step that leaves the metrics' results, which are global, to be read once."""
 
+        def update(results: list[Any]) -> None:
+            metrics: Any = self._compile_metrics
+            metrics.update_state(*results)
+
         def run(data: Any) -> None:
-            _, y, y_pred, sample_weight = step(data)
+            _, *results = step(data)
             if self._compile_metrics is not None:
                 with torch.no_grad():
-                    self._compile_metrics.update_state(y, y_pred, sample_weight)
+                    in_graph_or_eager("metrics", results, update)
 
         return run
 
@@ -154,19 +162,11 @@ class DistributedTrainer(keras_seam.Trainer):
                 state.averages_gradients = True
             return step(data)
 
-        replica_step._keras_distrib_name = f"A step of model {self.name!r}"  # type: ignore[attr-defined]
-        run: Callable[[Any], Any]
+        run: Callable[[Any], Any] = functools.partial(self._run, replica_step)
         if self._capture and not self.run_eagerly:
-            captured = CapturedStep(strategy, replica_step)
-
-            def run(parts: Any) -> Any:
-                context.require_cross_replica(strategy)
-                return captured((parts,), {})
-
-        else:
-
-            def run(parts: Any) -> Any:
-                return strategy.run(replica_step, args=(parts,))
+            name, compiles = f"A step of model {self.name!r}", self._capture is True
+            captured = CapturedStep(strategy, replica_step, name, compiles, self._compiling)
+            run = functools.partial(self._run_captured, captured)
 
         def function(data: list[Any]) -> Any:
             results = []
@@ -183,6 +183,13 @@ class DistributedTrainer(keras_seam.Trainer):
             return keras.tree.map_structure(lambda *parts: torch.cat(parts), *results)
 
         return function
+
+    def _run(self, step: Callable[[Any], Any], parts: Any) -> Any:
+        return self.distribute_strategy.run(step, args=(parts,))
+
+    def _run_captured(self, step: CapturedStep, parts: Any) -> Any:
+        context.require_cross_replica(self.distribute_strategy)
+        return step((parts,), {})
 
     def _combined_logs(self, result: Any) -> Logs:
         """The logs of one step: metrics' global results, and what else the step returned."""
@@ -206,18 +213,21 @@ class DistributedTrainer(keras_seam.Trainer):
     @functools.wraps(keras_seam.Trainer.fit)
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_strategy("fit"):
-            arguments = inspect.signature(keras_seam.Trainer.fit).bind(self, *args, **kwargs).arguments
-            object.__setattr__(self, "_announcing", arguments.get("verbose", "auto") in ("auto", 1, 2))
-            return super().fit(*args, **kwargs)
+            verbose = _argument(keras_seam.Trainer.fit, "verbose", self, *args, **kwargs)
+            object.__setattr__(self, "_announcing", verbose in ("auto", 1, 2))
+            with self._showing(verbose):
+                return super().fit(*args, **kwargs)
 
     @functools.wraps(keras_seam.Trainer.evaluate)
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("evaluate", synchronized=True):
+        verbose = _argument(keras_seam.Trainer.evaluate, "verbose", self, *args, **kwargs)
+        with self._on_strategy("evaluate", synchronized=True), self._showing(verbose):
             return super().evaluate(*args, **kwargs)
 
     @functools.wraps(keras_seam.Trainer.predict)
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        with self._on_strategy("predict", synchronized=True):
+        verbose = _argument(keras_seam.Trainer.predict, "verbose", self, *args, **kwargs)
+        with self._on_strategy("predict", synchronized=True), self._showing(verbose):
             return super().predict(*args, **kwargs)
 
     @functools.wraps(keras_seam.Trainer.train_on_batch)
@@ -278,6 +288,20 @@ class DistributedTrainer(keras_seam.Trainer):
         with inputs.reading_for(strategy):
             yield
 
+    @contextlib.contextmanager
+    def _showing(self, verbose: Any) -> Iterator[None]:
+        """Whether a progress line is shown."""
+        outer = self._shows_progress
+        object.__setattr__(self, "_shows_progress", verbose in ("auto", 1))
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "_shows_progress", outer)
+
+    def _compiling(self) -> contextlib.AbstractContextManager[None]:
+        """While a step is captured, the progress line says so."""
+        return keras_seam.passing_message(" compiling…") if self._shows_progress else contextlib.nullcontext()
+
     def _announce(self, batch_size: int | None) -> None:
         strategy = self._distribute_strategy
         if not self._announcing or strategy is None or batch_size is None:
@@ -290,6 +314,11 @@ class DistributedTrainer(keras_seam.Trainer):
             f"{type(strategy).__name__}: {replicas} replica{'s' if replicas > 1 else ''} ({devices}), "
             f"global batch {batch_size}, per replica {per_replica}"
         )
+
+
+def _argument(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    """What a call gives as an argument, which is "auto" by default."""
+    return inspect.signature(function).bind(*args, **kwargs).arguments.get(name, "auto")
 
 
 def synchronize(model: Any) -> None:
