@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from keras_distrib.data import distributed
 from keras_distrib.data.numpy_dataset import NumpyDataset
 from keras_distrib.data.pipeline import Pipelines
 from keras_distrib.extended import StrategyExtended
+from keras_distrib.functions import captured_step
 from keras_distrib.options import InputContext, InputOptions, ReduceOp, RunOptions, ValueContext
 from keras_distrib.replicas import runner
 from keras_distrib.replicas.pool import PoolShelf
@@ -56,6 +58,7 @@ class Strategy:
         self.cross_device_ops = cross_device_ops or default_for(self._devices)
         self.pools = PoolShelf(len(self._devices), type(self).__name__)
         self.generator_watch = GlobalGeneratorWatch()
+        self.captured_steps: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     # What a subclass decides.
 
@@ -186,7 +189,8 @@ class Strategy:
         del options
         context.require_cross_replica(self)
         self._check_call(fn, args, kwargs)
-        return runner.run(self, fn, args, kwargs or {})
+        step = captured_step(self, fn)
+        return runner.run(self, fn, args, kwargs or {}) if step is None else step(args, kwargs or {})
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | tuple[int, ...] | None) -> Any:
         """Reduces per-replica values to one, and over an axis if given.

@@ -130,7 +130,7 @@ class Observer:
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, str], tuple[Any, str, Any, Any, str]] = {}
-        self._closures: dict[tuple[types.CodeType, str], tuple[Any, Any]] = {}
+        self._cells: list[tuple[types.CellType, Any, Any, str]] = []
         self._objects: set[int] = set()
         self._kept: list[Any] = []
         self._codes: set[types.CodeType] = set()
@@ -163,7 +163,7 @@ class Observer:
                 continue
             if not owner.startswith("Keras ") or not name.startswith("_"):
                 return f"it changes `{name}` of {owner}"
-        for cell, value, copy, name in self._cells():
+        for cell, value, copy, name in self._cells:
             if _changed(_contents(cell), value, copy):
                 return f"it changes the variable `{name}` of an enclosing function"
         return None
@@ -175,7 +175,7 @@ class Observer:
             for mapping, name, value, copy, _ in self._places.values()
             if not _changed(mapping.get(name, _MISSING), value, copy)
         ]
-        return Guards(places, [(cell, value, copy) for cell, value, copy, _ in self._cells()], variables)
+        return Guards(places, [(cell, value, copy) for cell, value, copy, _ in self._cells], variables)
 
     def _note(self, mapping: Any, name: str, value: Any, owner: str, depth: int = 0) -> None:
         key = (id(mapping), name)
@@ -239,11 +239,21 @@ class Observer:
             if name in frame.f_globals:
                 self._note(frame.f_globals, name, frame.f_globals[name], f"the module {module}")
         own = frame.f_locals
-        for name in code.co_freevars:
-            if name in own:
-                self._closures.setdefault((code, name), (own[name], _snapshot(own[name])))
+        if code.co_freevars:
+            self._note_cells(code, own)
         for value in own.values():
             self._note_object(value, 0)
+
+    def _note_cells(self, code: types.CodeType, values: dict[str, Any]) -> None:
+        """The closure of a function that was entered: of those with its code, the one that holds these values."""
+        for function in gc.get_referrers(code):
+            if not isinstance(function, types.FunctionType) or function.__code__ is not code:
+                continue
+            cells = list(zip(code.co_freevars, function.__closure__ or (), strict=True))
+            if all(_contents(cell) is values.get(name, _MISSING) for name, cell in cells):
+                for name, cell in cells:
+                    value = _contents(cell)
+                    self._cells.append((cell, value, _snapshot(value), name))
 
     def _call(self, called: Any) -> None:
         name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
@@ -257,21 +267,6 @@ class Observer:
             what = "writes to, or reads from, a file"
         if what is not None:
             self._effects.append(f"it {what} (`{name}`)")
-
-    def _cells(self) -> list[tuple[Any, Any, Any, str]]:
-        codes = list({code for code, _ in self._closures})
-        if not codes:
-            return []
-        wanted = set(codes)
-        found = []
-        for function in gc.get_referrers(*codes):
-            if not isinstance(function, types.FunctionType) or function.__code__ not in wanted:
-                continue
-            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                known = self._closures.get((function.__code__, name))
-                if known is not None:
-                    found.append((cell, *known, name))
-        return found
 
 
 def _is_aside(frame: types.FrameType | None) -> bool:

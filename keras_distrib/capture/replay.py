@@ -77,6 +77,8 @@ class ReplicaReplay:
             state.note_write(variable)
         state.written_alike.update(program.written_alike)
         outputs = [self.slots[slot] for slot in program.cut.outputs]
+        for position, variable in program.gradients.items():
+            component_of(variable, state.index, written=False).grad = outputs[position]
         self.slots = []
         return fill(program, outputs)
 

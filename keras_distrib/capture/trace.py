@@ -182,6 +182,7 @@ class Program:
         result: the structure that the step returns, with positions for tensors.
         metrics: the metrics whose results are returned, by position.
         averages_gradients: see `ReplicaState`; for what is eager code.
+        gradients: which variables' `.grad` the step leaves, by the position of its output.
     """
 
     cut: Cut
@@ -193,6 +194,7 @@ class Program:
     result: Any
     metrics: dict[int, Any] = field(default_factory=dict)
     averages_gradients: bool = False
+    gradients: dict[int, Any] = field(default_factory=dict)
 
     @property
     def meetings(self) -> tuple[Any, ...]:
@@ -245,12 +247,18 @@ def trace(
     given = list(leaves((args, kwargs)))
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     components = [component_of(variable, state.index, written=False) for variable in variables]
+    # In the place of the gradients that the step before has left in `.grad`.
+    trained = [position for position, component in enumerate(components) if component.requires_grad]
+    earlier = [torch.empty_like(components[position]) for position in trained]
     found: dict[str, Any] = {}
 
     def body(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         state.state_mapping = {id(v): t for v, t in zip(variables, inputs, strict=False)}
         own = iter(inputs[len(variables) :])
         filled = [next(own) if isinstance(leaf, torch.Tensor) else leaf for leaf in given]
+        left = dict(zip(trained, own, strict=True))
+        for position, gradient in left.items():
+            inputs[position].grad = gradient
         own_args, own_kwargs = pack_like((args, kwargs), filled)
         with entered():
             result = fn(*own_args, **own_kwargs)
@@ -266,11 +274,16 @@ def trace(
             return _Position(len(outputs) - 1)
 
         found["result"] = map_structure(place, result)
+        for position, gradient in left.items():
+            new = inputs[position].grad
+            if new is not None and new is not gradient:
+                found.setdefault("gradients", {})[len(outputs)] = variables[position]
+                outputs.append(new.detach())
         return tuple(outputs)
 
     with tracing_lock:
         try:
-            module = make_fx(body, tracing_mode="fake", _allow_non_fake_inputs=True)(*components, *tensors)
+            module = make_fx(body, tracing_mode="fake", _allow_non_fake_inputs=True)(*components, *tensors, *earlier)
         except (UnknownVariable, NotInGraph):
             raise
         except Exception as error:
@@ -280,6 +293,7 @@ def trace(
             state.trace = None
         simplify(module.graph)
         check_constants(module)
+        _drop_inputs(module.graph, len(earlier), "it adds to the gradients that the step before has left in `.grad`")
         _make_inputs(module, notes.generators)
         hoist_early(module.graph, notes.found)
         if for_compiler:
@@ -294,6 +308,7 @@ def trace(
             found["result"],
             found.get("metrics", {}),
             state.averages_gradients,
+            found.get("gradients", {}),
         )
 
 
@@ -309,6 +324,19 @@ def fill(program: Program, outputs: Sequence[torch.Tensor]) -> Any:
     for number, metric in program.metrics.items():
         outputs[number]._keras_distrib_metric = metric  # type: ignore[attr-defined]
     return map_structure(lambda leaf: outputs[leaf.number] if isinstance(leaf, _Position) else leaf, program.result)
+
+
+def _drop_inputs(graph: torch.fx.Graph, count: int, reason: str) -> None:
+    """Leaves out the last inputs.
+
+    Raises:
+        CannotCapture: with the reason, if one is used.
+    """
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in placeholders[len(placeholders) - count :]:
+        if node.users:
+            raise CannotCapture(reason)
+        graph.erase_node(node)
 
 
 def _make_inputs(module: Any, generators: Sequence[torch.Generator]) -> None:
